@@ -40,5 +40,6 @@ def _feed_forward(ops: Ops[T, W], spec: ModelSpec, layer: LayerSpec, w: LayerWei
         assert w.router is not None
         y = ops.experts(h, w.router, w.gate, w.up, w.down, layer.experts, spec.activation)
     else:
-        y = ops.linear(ops.gated(ops.linear(h, (w.gate, w.up), (None, None)), spec.activation), (w.down,), (None,))
+        hidden = ops.gated(ops.linear(h, (w.gate, w.up), (None, None)), spec.activation)
+        y = ops.linear(hidden, (w.down,), (None,))
     return ops.all_reduce(y)

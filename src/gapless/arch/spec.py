@@ -1,12 +1,11 @@
 """What distinguishes one decoder family from another, as data.
 
-Two forwards (dense and expert) read these; no family has code of its own. Weights are canonical when they reach
-the forward: rotary halves are split (NeoX order), norm weights carry their offset, fused matrices are taken apart.
+One forward reads these; no family has code of its own. Weights are canonical when they reach it: rotary halves
+are split (NeoX order), norm weights carry their offset, fused matrices are taken apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -17,7 +16,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of one layer: ``angle(pos, i) = pos * inv_freq[i] * 1``, cos and sin scaled by ``scale``.
+    """Rotary embedding of one layer: ``angle(pos, i) = pos * inv_freq[i]``, cos and sin times ``scale``.
 
     ``inv_freq`` has ``rotary_dim / 2`` entries with any long-context scaling (linear, llama3, yarn, longrope)
     already applied; dimensions beyond ``rotary_dim`` pass through unrotated.
@@ -54,7 +53,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """A routed feed-forward: softmax over the router's scores, ``top_k`` experts, weights summing to 1 if ``renormalize``."""
+    """A routed feed-forward: softmax over all of the router's scores, then the ``top_k`` experts.
+
+    With ``renormalize`` the weights of the chosen ones are made to sum to 1.
+    """
 
     n_experts: int
     top_k: int
@@ -98,8 +100,8 @@ class ModelSpec:
 class LayerWeights(Generic[W]):
     """Canonical weights of one layer. Matrices are (out, in); biases and norms are vectors.
 
-    A dense layer has ``gate``, ``up`` (d_ff, d_model) and ``down`` (d_model, d_ff). An expert layer has ``router``
-    (n_experts, d_model) and the same three stacked over experts: (n_experts, out, in).
+    A dense layer has ``gate``, ``up`` (d_ff, d_model) and ``down`` (d_model, d_ff). An expert layer has
+    ``router`` (n_experts, d_model) and the same three stacked over experts: (n_experts, out, in).
     """
 
     attn_norm: W
@@ -129,6 +131,3 @@ class ModelWeights(Generic[W]):
     layers: tuple[LayerWeights[W], ...]
     final_norm: W
     lm_head: W
-
-
-Metadata = Mapping[str, object]
