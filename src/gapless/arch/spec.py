@@ -1,15 +1,17 @@
 """What distinguishes one decoder family from another, as data.
 
-One forward reads these; no family has code of its own. Weights are canonical when they reach it: rotary halves
-are split (NeoX order), norm weights carry their offset, fused matrices are taken apart.
+One forward reads these; no family has code of its own. Weights are canonical when they reach it: rotary
+halves are split (NeoX order), norm weights carry their offset, fused matrices are taken apart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Generic, Literal, TypeVar
 
 W = TypeVar("W")
+V = TypeVar("V")
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -75,7 +77,7 @@ class LayerSpec:
 class ModelSpec:
     """A decoder, complete but for its weights.
 
-    ``post_norms`` adds a norm after attention and after the feed-forward, before each residual sum (Gemma 2/3).
+    ``post_norms`` adds a norm after attention and after the feed-forward, before each residual sum (Gemma).
     ``embed_scale`` multiplies the embeddings; ``final_softcap`` bounds the logits by ``c * tanh(x / c)``.
     """
 
@@ -131,3 +133,20 @@ class ModelWeights(Generic[W]):
     layers: tuple[LayerWeights[W], ...]
     final_norm: W
     lm_head: W
+
+
+def map_weights(convert: Callable[[W], V], weights: ModelWeights[W]) -> ModelWeights[V]:
+    """Convert every weight once; a head tied to the embedding stays the same object as it."""
+
+    def layer(w: LayerWeights[W]) -> LayerWeights[V]:
+        present = {f.name: getattr(w, f.name) for f in fields(w) if getattr(w, f.name) is not None}
+        return LayerWeights(**{name: convert(x) for name, x in present.items()})
+
+    embed = convert(weights.embed)
+    tied = weights.lm_head is weights.embed
+    return ModelWeights(
+        embed=embed,
+        layers=tuple(layer(w) for w in weights.layers),
+        final_norm=convert(weights.final_norm),
+        lm_head=embed if tied else convert(weights.lm_head),
+    )

@@ -91,7 +91,7 @@ class ReferenceExecutor:
         self._slots.clear()
 
     def logits(self, token_ids: Sequence[int], *, chunk_tokens: int | None = None) -> Array:
-        """Scores after each token of one text, (tokens, vocab), run ``chunk_tokens`` a step in another cache."""
+        """Scores after each token of one text: (tokens, vocab). Runs in a cache of its own."""
         n = len(token_ids)
         page_tokens = self._capacity.page_tokens
         pages = tuple(range(-(-n // page_tokens)))

@@ -1,8 +1,8 @@
-"""The vocabulary in plain NumPy float32: slow, short, and the truth that faster interpreters are held against.
+"""The vocabulary in plain NumPy float32: slow, short, and the truth that faster interpreters are held to.
 
 Results do not depend on what else is in the step. Matrix products run in tiles of a fixed number of rows, so
-that BLAS sums every row in the same order however many there are; attention looks at one query at a time, over
-exactly the positions it may see.
+that BLAS sums every row in the same order however many there are; attention looks at one query at a time,
+over exactly the positions it may see.
 """
 
 from __future__ import annotations
