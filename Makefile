@@ -59,6 +59,7 @@ $(VENV)/.ready: pyproject.toml requirements.lock
 	@PYTHONDONTWRITEBYTECODE=1 $(INSTALL) -r requirements.lock
 	@PYTHONDONTWRITEBYTECODE=1 $(INSTALL) --no-deps --editable .
 	@PYTHONDONTWRITEBYTECODE=1 $(PIP) uninstall --yes setuptools 2>/dev/null || true
+	@find $(VENV) -name __pycache__ -prune -exec rm -rf {} +
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready requirements-test.lock
