@@ -1,0 +1,65 @@
+"""The ``gapless`` command. Commands import what they need when they run, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from gapless import __version__
+from gapless.cli.output import ErrorReport, report_error
+
+EPILOG = "MODEL is a name from 'gapless models', hf:ORG/REPO[@REVISION], or the path of a GGUF file or model folder."
+
+
+class _Commands(click.Group):
+    """Imports a command's module when the command is looked up."""
+
+    names = ("demo", "generate", "chat", "bench", "pull", "models", "doctor")
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.names)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.names:
+            return None
+        from importlib import import_module
+
+        command = getattr(import_module(f"gapless.cli.{cmd_name}"), "command")  # noqa: B009
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="gapless %(version)s")
+def app() -> None:
+    """LLM inference that waits least.
+
+    Every command takes --json: then standard output carries one JSON value and nothing else; progress and notes
+    go to standard error. Exit codes: 0 done, 1 a defect in gapless, 2 a wrong input or a missing resource,
+    3 a failed device, 130 interrupted.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. Never raises for what a user can cause."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        app.main(args, prog_name="gapless", standalone_mode=False)
+        sys.stdout.flush()
+        return 0
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone; let nothing more be written, not even by the interpreter as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    except Exception as problem:
+        if os.environ.get("GAPLESS_TRACEBACK") == "1":
+            raise
+        return report_error(ErrorReport.of(problem), as_json="--json" in args)
