@@ -136,8 +136,8 @@ class CountOps:
         self._activation_element_bytes = activation_element_bytes
         self._tp = tp
         self._reach: dict[int | None, tuple[int, int]] = {}
-        # For each kind the fields of Work in order, in elements where those are in bytes. Plain lists, since a
-        # step has hundreds of operations.
+        # For each kind the fields of Work in order, in elements where those are in bytes. Plain lists, because
+        # a step has hundreds of operations.
         self._tally: dict[OpKind, list[float]] = {kind: [0] * len(fields(Work)) for kind in OpKind}
 
     def result(self) -> StepWork:
