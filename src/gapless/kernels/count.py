@@ -11,20 +11,15 @@ or keeps activations on the chip undercuts that, so ``Work.memory_bytes`` leaves
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import NamedTuple
 
 from gapless.arch.decoder import forward
 from gapless.arch.sizes import WeightInfo
-from gapless.arch.spec import (
-    Activation,
-    AttentionSpec,
-    ExpertSpec,
-    ModelSpec,
-    ModelWeights,
-)
+from gapless.arch.spec import Activation, AttentionSpec, ExpertSpec, ModelSpec, ModelWeights
 from gapless.step import StepPlan
 
 
@@ -76,35 +71,72 @@ class StepWork:
     total: Work
 
 
-def count_plan(
-    plan: StepPlan, spec: ModelSpec, weights: ModelWeights[WeightInfo], *, kv_element_bytes: float = 2
-) -> StepWork:
-    """The work of a plan on one rank."""
-    spans = [(span.start, span.count) for span in plan.spans]
-    return count_step(spec, weights, spans, n_samples=plan.n_samples, kv_element_bytes=kv_element_bytes)
-
-
-def count_step(
-    spec: ModelSpec,
-    weights: ModelWeights[WeightInfo],
-    spans: Sequence[tuple[int, int]],
-    *,
-    n_samples: int | None = None,
-    kv_element_bytes: float = 2,
-    activation_element_bytes: float = 4,
-    tp: int = 1,
-) -> StepWork:
-    """The work of a step over spans of (start, count).
+class StepCounter:
+    """The work of any step of one model.
 
     Args:
-        n_samples: rows whose logits are wanted; one for each span if None.
+        spec, weights: the model, or with ``tp`` tensor-parallel ranks the shard of one of them.
         kv_element_bytes: of the cache, scales included (2 for 16 bits; 1 + 2 / head_dim for 8 with a scale).
-        tp: tensor-parallel ranks. ``spec`` and ``weights`` are then the shard of one rank.
     """
-    samples = len(spans) if n_samples is None else n_samples
-    ops = CountOps(spans, samples, kv_element_bytes, activation_element_bytes, tp)
-    forward(ops, spec, weights)
-    return ops.result()
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights[WeightInfo],
+        *,
+        kv_element_bytes: float = 2,
+        activation_element_bytes: float = 4,
+        tp: int = 1,
+    ) -> None:
+        self._kv_element_bytes = kv_element_bytes
+        self._activation_element_bytes = activation_element_bytes
+        self._tp = tp
+        # Work is a sum over layers, so layers that are alike are counted once and multiplied: the model
+        # without layers, and for each kind of layer the model that has it alone, beyond the one without.
+        alike = Counter(zip(spec.layers, weights.layers, strict=True))
+        self._bare = replace(spec, layers=()), replace(weights, layers=())
+        self._kinds = [
+            (replace(spec, layers=(layer,)), replace(weights, layers=(w,)), n)
+            for (layer, w), n in alike.items()
+        ]
+
+    def count(self, spans: Sequence[tuple[int, int]], n_samples: int | None = None) -> StepWork:
+        """The work of spans of (start, count); ``n_samples`` rows of logits, one for each span if None."""
+        samples = len(spans) if n_samples is None else n_samples
+        bare = self._tally(spans, samples, *self._bare)
+        total = {kind: list(sums) for kind, sums in bare.items()}
+        for spec, weights, n in self._kinds:
+            for kind, sums in self._tally(spans, samples, spec, weights).items():
+                total[kind] = [
+                    t + n * (x - x0) for t, x, x0 in zip(total[kind], sums, bare[kind], strict=True)
+                ]
+        by_kind = {kind: self._work(sums) for kind, sums in total.items()}
+        return StepWork(by_kind, sum(by_kind.values(), Work()))
+
+    def count_plan(self, plan: StepPlan) -> StepWork:
+        """The work of a plan."""
+        return self.count([(span.start, span.count) for span in plan.spans], plan.n_samples)
+
+    def _tally(
+        self,
+        spans: Sequence[tuple[int, int]],
+        n_samples: int,
+        spec: ModelSpec,
+        weights: ModelWeights[WeightInfo],
+    ) -> Tally:
+        ops = CountOps(spans, n_samples, self._tp)
+        forward(ops, spec, weights)
+        return ops.tally
+
+    def _work(self, sums: list[float]) -> Work:
+        kv, act = self._kv_element_bytes, self._activation_element_bytes
+        flops, weights, kv_read, kv_write, activations, messages, link = sums
+        exact = (flops, weights, kv_read * kv, kv_write * kv, activations * act, messages, link * act)
+        return Work(*map(round, exact))
+
+
+# For each kind the fields of Work in their order; cache, activations and link in elements.
+Tally = dict[OpKind, list[float]]
 
 
 class Extent(NamedTuple):
@@ -119,36 +151,15 @@ class Extent(NamedTuple):
 
 
 class CountOps:
-    """Implements ``Ops[Extent, WeightInfo]``."""
+    """Implements ``Ops[Extent, WeightInfo]`` for one step, adding up in ``tally``."""
 
-    def __init__(
-        self,
-        spans: Sequence[tuple[int, int]],
-        n_samples: int,
-        kv_element_bytes: float,
-        activation_element_bytes: float,
-        tp: int,
-    ) -> None:
+    def __init__(self, spans: Sequence[tuple[int, int]], n_samples: int, tp: int = 1) -> None:
         self._spans = spans
         self._tokens = sum(count for _, count in spans)
         self._samples = n_samples
-        self._kv_element_bytes = kv_element_bytes
-        self._activation_element_bytes = activation_element_bytes
         self._tp = tp
         self._reach: dict[int | None, tuple[int, int]] = {}
-        # For each kind the fields of Work in order, in elements where those are in bytes. Plain lists, because
-        # a step has hundreds of operations.
-        self._tally: dict[OpKind, list[float]] = {kind: [0] * len(fields(Work)) for kind in OpKind}
-
-    def result(self) -> StepWork:
-        by_kind = {kind: self._work(sums) for kind, sums in self._tally.items()}
-        return StepWork(by_kind, sum(by_kind.values(), Work()))
-
-    def _work(self, sums: list[float]) -> Work:
-        kv, act = self._kv_element_bytes, self._activation_element_bytes
-        flops, weights, kv_read, kv_write, activations, messages, link = sums
-        exact = (flops, weights, kv_read * kv, kv_write * kv, activations * act, messages, link * act)
-        return Work(*map(round, exact))
+        self.tally: Tally = {kind: [0] * len(fields(Work)) for kind in OpKind}
 
     def embed(self, table: WeightInfo, scale: float) -> Extent:
         n_rows, features = table.shape
@@ -289,7 +300,7 @@ class CountOps:
         messages: int = 0,
         link_elements: float = 0,
     ) -> None:
-        sums = self._tally[kind]
+        sums = self.tally[kind]
         sums[0] += flops
         sums[1] += weight_bytes
         sums[2] += kv_read
