@@ -2,7 +2,7 @@
 
 Order of one row (float32 throughout unless said)::
 
-    logits                      NaN counts as -inf, +inf as the largest finite number
+    logits                      above 1e30 count as 1e30; NaN and below -1e30 as -inf (again after each line)
       repetition penalty        once for each id in prompt or output: x / r if x > 0, else x * r
       frequency, presence       ids in the output: x - frequency * count, then x - presence
       logit bias                x + bias
@@ -45,7 +45,7 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
-LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.float32(1e30))
 LOWEST_Z = -24.5  # exp of it rounds to 0 quanta
 QUANTUM = 2.0**-34
 QUANTUM_SHIFT = 2.0**-11  # adding it to a float32 below it rounds to a multiple of QUANTUM
@@ -108,6 +108,11 @@ def inverse_temperature(temperature: float) -> np.float32:
     return np.float32(min(1.0 / temperature, LARGEST))
 
 
+def clean(x: F32) -> F32:
+    """Logits held within +-1e30, where no later product or difference overflows; NaN and lower ones are -inf."""
+    return np.where(x >= np.float32(-LARGEST), np.minimum(x, np.float32(LARGEST)), np.float32(-np.inf))
+
+
 def adjust(
     logits: F32,
     params: SamplingParams,
@@ -117,23 +122,23 @@ def adjust(
 ) -> F32:
     """Logits [V] after penalties, bias and suppression. Ids outside of the vocabulary are passed over."""
     f32 = np.float32
-    x = np.where(np.isnan(logits), f32(-np.inf), np.minimum(logits, f32(LARGEST))).astype(np.float32)
+    x = clean(logits)
     vocab = x.size
     used = np.zeros(vocab, dtype=bool)
     used[_inside(prompt_ids, vocab)] = True
     output = _inside(output_ids, vocab)
     used[output] = True
     counts = np.bincount(output, minlength=vocab)
+    if params.repetition_penalty != 1.0:
+        penalty = f32(params.repetition_penalty)
+        x = np.where(used, np.where(x > 0, x / penalty, x * penalty), x)
+    x = np.where(counts > 0, x - f32(params.frequency_penalty) * counts.astype(np.float32), x)
+    x = clean(np.where(counts > 0, x - f32(params.presence_penalty), x))
     with np.errstate(over="ignore"):
-        if params.repetition_penalty != 1.0:
-            penalty = f32(params.repetition_penalty)
-            x = np.where(used, np.where(x > 0, x / penalty, x * penalty), x)
-        x = np.where(counts > 0, x - f32(params.frequency_penalty) * counts.astype(np.float32), x)
-        x = np.where(counts > 0, x - f32(params.presence_penalty), x)
         for token, bias in params.logit_bias.items():
             if 0 <= token < vocab:
                 x[token] += f32(bias)
-    x = np.minimum(x, f32(LARGEST))
+    x = clean(x)
     x[_inside(suppress, vocab)] = -np.inf
     return x
 
@@ -207,8 +212,7 @@ def _logprobs(x: F32, token: int, n_top: int) -> TokenLogprobs:
     largest = x.max()
     if np.isneginf(largest):
         return TokenLogprobs(-math.inf, (), ())
-    with np.errstate(over="ignore"):
-        total = exp_weights(x - largest).astype(np.float64).sum()
+    total = exp_weights(x - largest).astype(np.float64).sum()
     values = (x.astype(np.float64) - float(largest)) - math.log(total)
     top = [i for i in _order(x)[:n_top].tolist() if np.isfinite(x[i])]
     return TokenLogprobs(float(values[token]), tuple(top), tuple(float(values[i]) for i in top))

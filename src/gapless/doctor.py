@@ -1,0 +1,134 @@
+"""What this machine offers, measured, and the least time that a model can take per token on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gapless.arch.sizes import WeightInfo
+from gapless.arch.spec import ModelSpec, ModelWeights
+from gapless.kernels.count import Work, count_step
+
+if TYPE_CHECKING:
+    from gapless.llm import LLM
+
+_TELLING = ("sse4.2", "avx", "avx2", "fma", "f16c", "avx512", "avxvnni", "amx", "neon", "dotprod", "i8mm", "sve")
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the allowed cores reach at most: bytes read a second, and int8 operations (a multiply-add is two)."""
+
+    bandwidth_bytes_per_s: float
+    int8_ops_per_s: float
+
+    def floor_s(self, work: Work) -> float:
+        """The roofline: no step with this work can take less."""
+        return max(self.memory_s(work), self.arithmetic_s(work))
+
+    def memory_s(self, work: Work) -> float:
+        return work.memory_bytes / self.bandwidth_bytes_per_s
+
+    def arithmetic_s(self, work: Work) -> float:
+        return work.flops / self.int8_ops_per_s
+
+    def bound(self, work: Work) -> str:
+        """Which ceiling sets the floor: "memory" or "arithmetic"."""
+        return "memory" if self.memory_s(work) >= self.arithmetic_s(work) else "arithmetic"
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """The processor as gapless sees and uses it."""
+
+    processor: str
+    architecture: str
+    features: tuple[str, ...]
+    isa: str
+    isa_choices: tuple[str, ...]
+    cores_present: int
+    cores_allowed: int
+    threads: int
+    memory_bytes: int | None
+    working_set_bytes: int
+    ceilings: Ceilings
+
+
+@dataclass(frozen=True)
+class FloorReport:
+    """The least that one request's next token costs on this machine, with ``context_tokens`` behind it."""
+
+    model: str
+    family: str
+    weights_bytes: int
+    step_bytes: int
+    step_flops: int
+    context_tokens: int
+    kv_bytes_per_token: int
+    floor_tpot_s: float
+    floor_tokens_per_s: float
+    bound: str
+
+
+def measure_ceilings(threads: int, working_set_bytes: int, isa: str | None = None) -> Ceilings:
+    """Time plain reads over ``working_set_bytes`` and the kernels' own multiply-add loop. Takes about a second."""
+    from gapless.kernels.cpu import measure
+
+    return Ceilings(measure.memory_bandwidth(threads, working_set_bytes), measure.int8_rate(threads))
+
+
+def inspect_machine(threads: int | None, isa: str | None, working_set_bytes: int) -> MachineReport:
+    """Raises GaplessError for an instruction set that this machine lacks."""
+    from gapless.kernels.cpu import isa as targets
+    from gapless.kernels.cpu import machine
+
+    chosen = targets.select(isa)
+    allowed = machine.allowed_cores()
+    threads = threads or allowed
+    return MachineReport(
+        processor=_processor_name(),
+        architecture=platform.machine(),
+        features=tuple(sorted(f for f in targets.cpu_features() if f.startswith(_TELLING))),
+        isa=chosen.name,
+        isa_choices=tuple(known.name for known in targets.known() if targets.supported(known)),
+        cores_present=os.cpu_count() or 1,
+        cores_allowed=allowed,
+        threads=threads,
+        memory_bytes=_memory_bytes(),
+        working_set_bytes=working_set_bytes,
+        ceilings=measure_ceilings(threads, working_set_bytes, isa),
+    )
+
+
+def decode_work(
+    spec: ModelSpec,
+    weights: ModelWeights[WeightInfo],
+    *,
+    batch: int,
+    context_tokens: int,
+    kv_element_bytes: float,
+) -> Work:
+    """The work of one step that gives each of ``batch`` requests its next token."""
+    spans = [(context_tokens, 1)] * batch
+    return count_step(spec, weights, spans, kv_element_bytes=kv_element_bytes).total
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
