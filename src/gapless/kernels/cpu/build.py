@@ -15,13 +15,13 @@ from typing import Any
 
 from gapless.kernels.cpu import isa
 
+FORMAT = 1  # of what a build writes; raise it to make old caches stale
 MODULES = ("walk", "linear", "elementwise", "attention", "sample")
 
 
-def target_environment(target: isa.Isa) -> dict[str, str]:
-    """Environment in which a build process compiles for ``target``."""
+def target_settings(target: isa.Isa) -> dict[str, str]:
+    """Settings of the compiler for ``target``. Vectorisation is ours alone: nothing may reorder a sum."""
     return {
-        **os.environ,
         isa.ISA_ENV: target.name,
         "NUMBA_CPU_NAME": target.cpu,
         "NUMBA_CPU_FEATURES": target.features,
@@ -29,6 +29,11 @@ def target_environment(target: isa.Isa) -> dict[str, str]:
         "NUMBA_LOOP_VECTORIZE": "0",
         "NUMBA_SLP_VECTORIZE": "0",
     }
+
+
+def target_environment(target: isa.Isa) -> dict[str, str]:
+    """Environment in which a build process compiles for ``target``."""
+    return {**os.environ, **target_settings(target)}
 
 
 def compile_module(name: str, out: Path) -> None:
