@@ -54,3 +54,45 @@ PAGE_TOKENS = 16
 SPLIT_TOKENS = 128  # history is summed in splits at multiples of this position, whoever computes them
 
 KV_F32, KV_F16, KV_I8 = 0, 1, 2
+
+# Rows that an operation runs over: the step's tokens, its samples, or a range in memory (experts).
+ROWS_TOKENS, ROWS_SAMPLES = 0, 1  # else the address of int64[2]: first row, count
+
+# linear_{layout}, gated_{layout}. Strides are bytes from one row (token) to the next.
+OP_ROWS = OP_ARGS
+LIN_WEIGHTS = OP_ARGS + 1  # address of a PackedMatrix
+LIN_GROUP_BYTES = OP_ARGS + 2
+LIN_SCALES = OP_ARGS + 3  # offset of the scales in a group
+LIN_PAIRS = OP_ARGS + 4  # pairs of weight groups
+LIN_DEPTH = OP_ARGS + 5  # blocks of 32 inputs, or inputs of a float layout
+LIN_X = OP_ARGS + 6
+LIN_X_STRIDE = OP_ARGS + 7
+LIN_XD = OP_ARGS + 8  # scales of quantised activations
+LIN_XD_STRIDE = OP_ARGS + 9
+LIN_Y = OP_ARGS + 10
+LIN_Y_STRIDE = OP_ARGS + 11
+LIN_ADD = OP_ARGS + 12  # linear only. 1: add to Y
+LIN_BIAS = OP_ARGS + 13  # address of float32, padded as the weights are, or 0
+LIN_TOKEN_BLOCK = OP_ARGS + 14  # rows whose activations are taken together
+LIN_YD = OP_ARGS + 15  # gated only, as the rest. 0: Y is float32, else int8 with these scales
+LIN_YD_STRIDE = OP_ARGS + 16
+LIN_ACTIVATION = OP_ARGS + 17
+LIN_SCRATCH = OP_ARGS + 18
+LIN_SCRATCH_STRIDE = OP_ARGS + 19  # bytes of each thread
+ACT_SILU, ACT_GELU_TANH = 0, 1
+
+# Operations on rows: embed_{layout}, norm, norm_quantise, norm_add, quantise, softcap.
+ROW_X = OP_ARGS + 1  # source rows, or the packed table
+ROW_X_STRIDE = OP_ARGS + 2
+ROW_Y = OP_ARGS + 3
+ROW_Y_STRIDE = OP_ARGS + 4
+ROW_WIDTH = OP_ARGS + 5  # elements; rows are padded with zeros to 32
+ROW_WEIGHT = OP_ARGS + 6  # of a norm, float32, padded with zeros
+ROW_SCALAR = OP_ARGS + 7  # bits of a float32: epsilon, scale or cap
+ROW_YD = OP_ARGS + 8
+ROW_YD_STRIDE = OP_ARGS + 9
+ROW_GROUP_BYTES = OP_ARGS + 10  # of the table
+ROW_SCALES = OP_ARGS + 11
+ROW_SCRATCH = OP_ARGS + 12  # 128 bytes of each thread, at a stride of 128
+
+XD_BYTES = 16  # beside 32 int8 activations: scale f32, scale * sum f32, -128 * sum int32, unused

@@ -7,7 +7,6 @@ serving process needs is LLVM's in-memory linker alone, which is why it starts q
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import json
 import os
@@ -73,7 +72,9 @@ class Kernels:
         self.function(name, 4)(op, step, tid, n_threads)
 
 
-@functools.cache
+_loaded: dict[tuple[Isa, tuple[str, ...]], Kernels] = {}
+
+
 def load_kernels(target: Isa, progress: Progress | None = None, modules: tuple[str, ...] = build.MODULES) -> Kernels:
     """Kernels for ``target``; those that are not in the cache are compiled first.
 
@@ -83,6 +84,8 @@ def load_kernels(target: Isa, progress: Progress | None = None, modules: tuple[s
     Raises:
         ExecutorError: the compiler failed.
     """
+    if (target, modules) in _loaded:
+        return _loaded[target, modules]
     stems = {name: f"{name}-{_digest(name, target)}" for name in modules}
     folder = cache_folder(target)
     missing = {name: stem for name, stem in stems.items() if not _complete(folder, stem)}
@@ -92,7 +95,7 @@ def load_kernels(target: Isa, progress: Progress | None = None, modules: tuple[s
         _build(missing, folder, target, progress or (lambda line: None))
     objects = [(folder / f"{stem}.o", json.loads((folder / f"{stem}.json").read_text())) for stem in stems.values()]
     try:
-        return Kernels(target, objects)
+        return _loaded.setdefault((target, modules), Kernels(target, objects))
     except (RuntimeError, OSError) as problem:
         raise ExecutorError(f"compiled kernels in {folder} cannot be loaded: {problem}", "delete that folder") from None
 

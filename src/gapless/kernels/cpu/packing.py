@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 BLOCK = 32
-ROW_PAD = 32  # outputs are padded to whole superblocks of this many rows
+PAIR_GROUPS = 2  # groups that a register tile takes
+ROW_PAD = 32  # rows are padded to a multiple of this: whole pairs on every instruction set
 
 Layout = Literal["q4", "q8", "q8m", "f32", "f16", "bf16"]
 

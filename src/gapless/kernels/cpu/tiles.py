@@ -14,16 +14,15 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from gapless.kernels.cpu.abi import XD_BYTES
 from gapless.kernels.cpu.mem import I8, I16, I32, I64
 from gapless.kernels.cpu.vec import F32, ISA, VF, VI, VL, const_vi, half_to_f32, llvm_call, load_at, splat, store_at
 
 VBYTES = VL * 4
 VB = ir.VectorType(I8, VBYTES)
 VH = ir.VectorType(I16, VBYTES // 2)
-XD_BYTES = 16  # per token and block: scale f32, scale * sum f32, -128 * sum int32, unused
 
-# (R, T) of the main tile and the smaller T that finish a batch, by the registers of the target.
-ROW_GROUPS = 2
+# Tokens of the main tile, and of the smaller ones that finish a batch, by the registers of the target.
 TOKEN_TILES = (8, 4, 2, 1) if VL == 16 else (4, 2, 1)
 
 

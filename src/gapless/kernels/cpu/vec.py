@@ -249,3 +249,11 @@ vexp = op(vf32, (vf32,), _exp)
 def exp_f32(x):  # type: ignore[no-untyped-def]
     """Scalar e^x with exactly the arithmetic of ``vexp``."""
     return vhmax(vexp(vsplat(x)))
+
+
+def _half_bits(b: Any, x: Any) -> Any:
+    lanes = splat(b, b.trunc(x, I16))
+    return b.extract_element(half_to_f32(b, lanes), ir.Constant(I32, 0))
+
+
+f16_bits_f32 = op(_f32, (_i64,), _half_bits)  # the float32 of a half's bits
