@@ -11,6 +11,14 @@ OP_KERNEL = 0  # address of the kernel; words from OP_ARGS on belong to it
 OP_BARRIER = 1  # 1: wait for all threads behind this operation
 OP_ARGS = 2
 
+# What a crew of threads shares: words on two cache lines.
+CREW_WORDS = 16
+CREW_BEGUN = 0  # how many tasks have been begun
+CREW_TAPE = 1
+CREW_OPS = 2  # operations of the tape; 0 sends the threads home
+CREW_STEP = 3
+CREW_BARRIER = 8  # counter of the barrier
+
 # The step's description.
 STEP_WORDS = 32
 N_TOKENS = 0

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from numba import njit
 
-from gapless.kernels.cpu.abi import OP_BARRIER, OP_KERNEL, OP_WORDS
-from gapless.kernels.cpu.mem import atomic_add, atomic_load, call_kernel, ld_i64, pause
+from gapless.kernels.cpu.abi import (
+    CREW_BARRIER,
+    CREW_BEGUN,
+    CREW_OPS,
+    CREW_STEP,
+    CREW_TAPE,
+    OP_BARRIER,
+    OP_KERNEL,
+    OP_WORDS,
+)
+from gapless.kernels.cpu.mem import atomic_add, atomic_load, atomic_store, call_kernel, ld_i64, pause, st_i64
 
 
 @njit(inline="always")
@@ -17,8 +26,8 @@ def barrier(counter, n_threads):  # type: ignore[no-untyped-def]
             pause()
 
 
-def walk(tape, n_ops, step, tid, n_threads, counter):  # type: ignore[no-untyped-def]
-    """Run ``n_ops`` operations; every thread calls this with its own ``tid``."""
+@njit
+def walk_tape(tape, n_ops, step, tid, n_threads, counter):  # type: ignore[no-untyped-def]
     for i in range(n_ops):
         op = tape + i * OP_WORDS * 8
         call_kernel(ld_i64(op + 8 * OP_KERNEL), op, step, tid, n_threads)
@@ -26,12 +35,37 @@ def walk(tape, n_ops, step, tid, n_threads, counter):  # type: ignore[no-untyped
             barrier(counter, n_threads)
 
 
-def wait_change(word, seen, spins):  # type: ignore[no-untyped-def]
-    """Spin until the int64 at ``word`` differs from ``seen``, at most ``spins`` times."""
-    for _ in range(spins):
-        if atomic_load(word) != seen:
+def walk(crew, tid, n_threads):  # type: ignore[no-untyped-def]
+    """Run the crew's current task; every thread does this, or ``serve``, with its own ``tid``."""
+    tape = ld_i64(crew + 8 * CREW_TAPE)
+    walk_tape(tape, ld_i64(crew + 8 * CREW_OPS), ld_i64(crew + 8 * CREW_STEP), tid, n_threads, crew + 8 * CREW_BARRIER)
+
+
+def serve(crew, tid, n_threads, seen_at, spins):  # type: ignore[no-untyped-def]
+    """Walk one task after the other, as they are begun. ``seen_at`` holds how many this thread has seen.
+
+    Returns when nothing was begun for ``spins`` looks, or when the task is empty.
+    """
+    seen = ld_i64(seen_at)
+    while True:
+        looks = 0
+        while atomic_load(crew + 8 * CREW_BEGUN) == seen and looks < spins:
+            pause()
+            looks += 1
+        if atomic_load(crew + 8 * CREW_BEGUN) == seen:
             break
-        pause()
+        seen += 1
+        st_i64(seen_at, seen)
+        n_ops = ld_i64(crew + 8 * CREW_OPS)
+        if n_ops == 0:
+            break
+        tape = ld_i64(crew + 8 * CREW_TAPE)
+        walk_tape(tape, n_ops, ld_i64(crew + 8 * CREW_STEP), tid, n_threads, crew + 8 * CREW_BARRIER)
 
 
-KERNELS = {"walk": (walk, 6), "wait_change": (wait_change, 3)}
+def begin(crew):  # type: ignore[no-untyped-def]
+    """Publish the task that the crew's words describe."""
+    atomic_store(crew + 8 * CREW_BEGUN, ld_i64(crew + 8 * CREW_BEGUN) + 1)
+
+
+KERNELS = {"walk": (walk, 3), "serve": (serve, 5), "begin": (begin, 1)}
