@@ -104,3 +104,9 @@ ROW_SCALES = OP_ARGS + 11
 ROW_SCRATCH = OP_ARGS + 12  # 128 bytes of each thread, at a stride of 128
 
 XD_BYTES = 16  # beside 32 int8 activations: scale f32, scale * sum f32, -128 * sum int32, unused
+
+# probe_read, probe_multiply.
+PROBE_DATA = OP_ARGS
+PROBE_BYTES = OP_ARGS + 1
+PROBE_ROUNDS = OP_ARGS + 2
+PROBE_OUT = OP_ARGS + 3  # 1024 bytes for each thread

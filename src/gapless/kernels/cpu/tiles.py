@@ -30,7 +30,7 @@ def c64(value: int) -> ir.Constant:
     return ir.Constant(I64, value)
 
 
-class _Dot:
+class Dot:
     """Sums of four byte products, accumulated over the runs of a block; ``start`` takes the -128 * sum correction."""
 
     def __init__(self, b: Any, unsigned_weights: bool) -> None:
@@ -157,7 +157,7 @@ def quantised_tile(layout: str, n_groups: int, n_tokens: int) -> Any:
         drows = [b.add(xd, b.mul(xds, c64(t))) for t in range(n_tokens)]
 
         def body(i: Any, accs: list[Any]) -> list[Any]:
-            dot = _Dot(b, unsigned_weights=bits == 4)
+            dot = Dot(b, unsigned_weights=bits == 4)
             quants = [b.add(g, b.mul(i, c64(VBYTES * bits))) for g in groups]
             xb = [b.add(row, b.mul(i, c64(32))) for row in xrows]
             db = [b.add(row, b.mul(i, c64(XD_BYTES))) for row in drows]

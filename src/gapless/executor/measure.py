@@ -1,0 +1,72 @@
+"""The ceilings of this machine, measured with the threads and instructions that the kernels use."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from gapless.executor.crew import Crew
+from gapless.kernels.cpu import abi
+from gapless.kernels.cpu.arena import Arena, address_of
+from gapless.kernels.cpu.isa import select
+from gapless.kernels.cpu.loader import Kernels, Progress, load_kernels
+from gapless.kernels.cpu.tape import Limits, Tape
+from gapless.machine import allowed_cores
+
+RUNS = 7
+RUN_BYTES = 1 << 30  # read in each run
+DOT_SUMS = 12  # of ``probe.multiply_all``
+BEYOND_CACHES_BYTES = 2 << 30
+
+
+def memory_bandwidth(
+    threads: int | None = None,
+    isa: str | None = None,
+    *,
+    n_bytes: int = BEYOND_CACHES_BYTES,
+    progress: Progress | None = None,
+) -> float:
+    """Bytes per second at which all threads together read a buffer of ``n_bytes`` again and again; median of runs.
+
+    A buffer that fits a cache shows the cache's rate: give the bytes that a step reads for the floor of that step.
+    """
+    kernels, n_threads = _kernels(isa, progress), threads or allowed_cores()
+    data = Arena().take(n_bytes)  # on huge pages, as the weights are
+    data[:] = 1
+    rounds = max(1, RUN_BYTES // n_bytes)
+    seconds = _time(kernels, "probe_read", n_threads, {abi.PROBE_BYTES: n_bytes, abi.PROBE_ROUNDS: rounds}, data)
+    return n_bytes * rounds / seconds
+
+
+def int8_rate(threads: int | None = None, isa: str | None = None, *, progress: Progress | None = None) -> float:
+    """Int8 operations per second (a multiplication and an addition are two) of all threads; median of runs."""
+    kernels, n_threads = _kernels(isa, progress), threads or allowed_cores()
+    rounds = 2_000_000
+    seconds = _time(kernels, "probe_multiply", n_threads, {abi.PROBE_ROUNDS: rounds}, np.ones(4096, np.uint8))
+    return 2.0 * 4 * kernels.isa.lanes * DOT_SUMS * rounds * n_threads / seconds
+
+
+def _kernels(isa: str | None, progress: Progress | None) -> Kernels:
+    return load_kernels(select(isa), progress, ("walk", "probe"))
+
+
+def _time(kernels: Kernels, name: str, n_threads: int, words: dict[int, int], data: np.ndarray) -> float:  # type: ignore[type-arg]
+    """Median seconds of one operation on all threads."""
+    arena = Arena()
+    tape = Tape(kernels, arena, Limits(1, 1, n_threads))
+    tape.emit(name, words | {abi.PROBE_DATA: address_of(data), abi.PROBE_OUT: tape.scratch("out", 1024)})
+    ops = tape.finish()
+    crew = Crew(kernels, n_threads)
+    try:
+        return statistics.median(_seconds(lambda: crew.run(address_of(ops), 1, 0)) for _ in range(RUNS))
+    finally:
+        crew.close()
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started

@@ -1,0 +1,91 @@
+"""What the machine can do at most: kernels that only read memory, or only multiply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from gapless.kernels.cpu.abi import PROBE_BYTES, PROBE_DATA, PROBE_OUT, PROBE_ROUNDS
+from gapless.kernels.cpu.mem import I64, ld_i64
+from gapless.kernels.cpu.tiles import VB, Dot, VBYTES
+from gapless.kernels.cpu.vec import VI, load_at, store_at
+
+READ_STREAMS = 8
+DOT_SUMS = 12  # independent sums: enough to hide the latency of the instruction on two ports
+
+
+def _counted(body: Any, state: list[Any], b: Any, count: Any, step: int) -> list[Any]:
+    """``for i in range(0, count, step)`` over loop-carried values; count >= step."""
+    entry, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+    b.branch(loop)
+    b.position_at_end(loop)
+    i = b.phi(I64)
+    phis = [b.phi(v.type) for v in state]
+    results = body(i, phis)
+    following = b.add(i, ir.Constant(I64, step))
+    for phi, first, next_ in zip([i, *phis], [ir.Constant(I64, 0), *state], [following, *results], strict=True):
+        phi.add_incoming(first, entry)
+        phi.add_incoming(next_, b.block)
+    b.cbranch(b.icmp_signed("<", following, count), loop, done)
+    b.position_at_end(done)
+    return results
+
+
+@intrinsic
+def read_all(typingctx, data, n_bytes, out):  # type: ignore[no-untyped-def]
+    """Read ``n_bytes`` (a multiple of 8 vectors) once; store a checksum so that nothing is optimised away."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        b, (start, size, target) = builder, args
+
+        def body(i: Any, sums: list[Any]) -> list[Any]:
+            at = b.add(start, i)
+            return [
+                b.xor(v, load_at(b, b.add(at, ir.Constant(I64, k * VBYTES)), VI, 4)) for k, v in enumerate(sums)
+            ]
+
+        zeros = [ir.Constant(VI, [0] * VI.count)] * READ_STREAMS
+        sums = _counted(body, zeros, b, size, READ_STREAMS * VBYTES)
+        for k, v in enumerate(sums):
+            store_at(b, v, b.add(target, ir.Constant(I64, k * VBYTES)), 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def multiply_all(typingctx, data, rounds, out):  # type: ignore[no-untyped-def]
+    """``rounds`` rounds of DOT_SUMS byte dot products on registers."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        b, (start, count, target) = builder, args
+        dot = Dot(b, unsigned_weights=True)
+        weight = dot.weight(load_at(b, start, VB, 4))
+        x = load_at(b, b.add(start, ir.Constant(I64, VBYTES)), VI, 4)
+        sums = _counted(
+            lambda i, sums: [dot.add(v, weight, x) for v in sums], [dot.zero(None)] * DOT_SUMS, b, count, 1
+        )
+        for k, v in enumerate(sums):
+            store_at(b, dot.finish(v), b.add(target, ir.Constant(I64, k * VBYTES)), 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+def probe_read(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
+    """Every thread reads its share of the data, as often as asked."""
+    share = ld_i64(op + 8 * PROBE_BYTES) // n_threads // (READ_STREAMS * VBYTES) * (READ_STREAMS * VBYTES)
+    out = ld_i64(op + 8 * PROBE_OUT) + tid * 1024
+    for _ in range(ld_i64(op + 8 * PROBE_ROUNDS)):
+        read_all(ld_i64(op + 8 * PROBE_DATA) + tid * share, share, out)
+
+
+def probe_multiply(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
+    """Every thread multiplies as often as asked."""
+    multiply_all(ld_i64(op + 8 * PROBE_DATA), ld_i64(op + 8 * PROBE_ROUNDS), ld_i64(op + 8 * PROBE_OUT) + tid * 1024)
+
+
+KERNELS = {"probe_read": (probe_read, 4), "probe_multiply": (probe_multiply, 4)}
