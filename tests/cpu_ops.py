@@ -8,6 +8,7 @@ import numpy.typing as npt
 from gapless.kernels.cpu import abi
 from gapless.kernels.cpu.arena import address_of
 from gapless.kernels.cpu.isa import known, supported
+from gapless.kernels.cpu.loader import Kernels
 from gapless.models.tensor import WeightTensor
 
 F32 = npt.NDArray[np.float32]
@@ -52,3 +53,9 @@ def quantised(values: F32, quant: str) -> WeightTensor:
 
     data = quantize(np.ascontiguousarray(values, np.float32), Type[quant])
     return WeightTensor("w", quant, values.shape, np.ascontiguousarray(data).view(np.uint8))
+
+
+def run(kernels: Kernels, name: str, op: npt.NDArray[np.int64], step: npt.NDArray[np.int64], threads: int = 1) -> None:
+    """The shares of all threads, one after the other."""
+    for tid in range(threads):
+        kernels.call(name, address_of(op), address_of(step), tid, threads)
