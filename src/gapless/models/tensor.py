@@ -38,3 +38,26 @@ class WeightTensor:
         from gapless.models.quant import dequantize
 
         return dequantize(self)
+
+
+@dataclass(frozen=True)
+class TensorStack(WeightTensor):
+    """Matrices of one shape stored apart (experts), seen as one tensor (count, out, in) without a copy."""
+
+    parts: tuple[WeightTensor, ...] = ()
+
+    @classmethod
+    def of(cls, parts: list[WeightTensor]) -> TensorStack:
+        first = parts[0]
+        return cls(first.name, first.quant, (len(parts), *first.shape), first.data, tuple(parts))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def __getitem__(self, index: int | slice | npt.NDArray[np.intp]) -> WeightTensor:
+        assert isinstance(index, int)
+        return self.parts[index]
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        return np.stack([part.float32() for part in self.parts])
