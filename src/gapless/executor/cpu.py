@@ -77,10 +77,10 @@ class CpuExecutor:
         limits = Limits(max_step_tokens, self._capacity.max_step_samples, self.n_threads)
         self._arena = Arena()
         kernels = load_kernels(target, progress)
-        pool = kv.KvPool(spec, kv_dtype, n_pages, context, self._arena)
         tape = Tape(kernels, self._arena, limits)
+        pool = kv.KvPool(spec, kv_dtype, n_pages, context, self._arena, tape)
         packed = Weights(target, self._arena, float_weights, _release_pages)
-        ops = RecordOps(tape, packed, pool.recorder(tape))
+        ops = RecordOps(tape, packed, pool)
         logits = forward(ops, spec, weights)
         assert isinstance(logits, Rows)
         self._logits = logits
@@ -92,7 +92,8 @@ class CpuExecutor:
         self.kv_bytes = pool.nbytes
         self._slots = Slots(self._arena, n_slots + 1, context)
         self._steps = [
-            StepMemory(self._arena, limits, pool.unit_planner(limits, self._arena)) for _ in range(self._depth)
+            StepMemory(self._arena, limits, kv.UnitPlanner(spec, limits, context, self._arena))
+            for _ in range(self._depth)
         ]
         self._launched: deque[tuple[StepPlan, StepMemory]] = deque()
         self._n_launched = 0

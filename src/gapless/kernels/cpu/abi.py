@@ -34,8 +34,7 @@ N_UNITS = 9
 UNITS = 10  # address of int64[n_units][UNIT_WORDS]: attention work
 N_MERGES = 11
 MERGES = 12  # address of int64[n_merges][MERGE_WORDS]
-PARTIALS = 13  # address of the scratch for split attention
-TOKEN_SPANS = 14  # address of int32[n_tokens]: the span of each token
+TOKEN_SPANS = 13  # address of int32[n_tokens]: the span of each token
 
 SPAN_WORDS = 4
 SPAN_ROW = 0  # first token row
@@ -43,25 +42,54 @@ SPAN_START = 1  # position of that row
 SPAN_COUNT = 2
 SPAN_PAGES = 3  # address of int32[]: pages in order
 
-# A unit is a tile of consecutive queries of one span against the splits [split_lo, split_hi) of its history.
-UNIT_WORDS = 6
+# A unit is a tile of consecutive queries of one span and one KV head against the splits [split_lo, split_hi).
+UNIT_WORDS = 7
 UNIT_SPAN = 0
-UNIT_ROW = 1  # first query row
-UNIT_QUERIES = 2
-UNIT_SPLIT_LO = 3
-UNIT_SPLIT_HI = 4
-UNIT_PARTIAL = 5  # first partial of the scratch, or -1: merge at once and write the result
+UNIT_HEAD = 1
+UNIT_QUERY = 2  # first query, counted in its span
+UNIT_QUERIES = 3
+UNIT_SPLIT_LO = 4
+UNIT_SPLIT_HI = 5
+UNIT_PARTIAL = 6  # first partial of the scratch (of one query: by split, then by head of the group), or -1
 
-# A merge joins the partials of one query row, in order of position.
-MERGE_WORDS = 3
+# A merge joins the partials of one query row and one KV head, in order of position.
+MERGE_WORDS = 4
 MERGE_ROW = 0
-MERGE_PARTIAL = 1
-MERGE_COUNT = 2
+MERGE_HEAD = 1
+MERGE_PARTIAL = 2
+MERGE_SPLITS = 3
 
 PAGE_TOKENS = 16
 SPLIT_TOKENS = 128  # history is summed in splits at multiples of this position, whoever computes them
 
-KV_F32, KV_F16, KV_I8 = 0, 1, 2
+# rope_cache_{kv}, attention_{kv}, attention_merge. A page holds, for each KV head, keys [dim][token], values
+# [token][dim] and, for int8, float32 scales of 16 keys and of 16 values; dim is padded to 16.
+ATT_Q = OP_ARGS  # rotated queries, float32 rows; rope_cache writes them
+ATT_Q_STRIDE = OP_ARGS + 1
+ATT_HEADS = OP_ARGS + 2
+ATT_KV_HEADS = OP_ARGS + 3
+ATT_HEAD_DIM = OP_ARGS + 4
+ATT_POOL = OP_ARGS + 5  # of the layer
+ATT_PAGE_BYTES = OP_ARGS + 6
+ATT_HEAD_BYTES = OP_ARGS + 7  # of one KV head in a page
+ATT_QKV = OP_ARGS + 8  # rope_cache: rows of q, k, v side by side
+ATT_QKV_STRIDE = OP_ARGS + 9
+ATT_ROPE = OP_ARGS + 10  # float32[position][cos: half, sin: half]
+ATT_ROPE_HALF = OP_ARGS + 11
+ATT_Q_NORM = OP_ARGS + 12  # weights of a norm per head, or 0
+ATT_K_NORM = OP_ARGS + 13
+ATT_EPS = OP_ARGS + 14  # bits of a float32
+ATT_SCALE = OP_ARGS + 15  # attention: bits of the factor of the scores
+ATT_WINDOW = OP_ARGS + 16  # positions seen; 0: all
+ATT_SOFTCAP = OP_ARGS + 17  # bits; 0: none
+ATT_Y = OP_ARGS + 18  # output rows
+ATT_Y_STRIDE = OP_ARGS + 19
+ATT_SCRATCH = OP_ARGS + 20
+ATT_SCRATCH_STRIDE = OP_ARGS + 21
+ATT_PARTIALS = OP_ARGS + 22
+
+QUERY_ROWS = 48  # rows of a unit: queries times heads of the group, at most (or one query)
+PARTIAL_HEAD_BYTES = 64  # of a partial: maximum, sum; then the accumulator
 
 # Rows that an operation runs over: the step's tokens, its samples, or a range in memory (experts).
 ROWS_TOKENS, ROWS_SAMPLES = 0, 1  # else the address of int64[2]: first row, count

@@ -15,9 +15,10 @@ from gapless.arch.spec import Activation, AttentionSpec, ExpertSpec
 from gapless.kernels.cpu import abi
 from gapless.kernels.cpu.arena import Arena
 from gapless.kernels.cpu.isa import Isa
+from gapless.kernels.cpu.kv import KvPool
 from gapless.kernels.cpu.pack import PackedMatrix, layout_of, pack_interleaved, pack_stacked
 from gapless.kernels.cpu.packing import BLOCK, PAIR_GROUPS
-from gapless.kernels.cpu.tape import Quantised, Rows, Tape, float_bits, padded
+from gapless.kernels.cpu.tape import Quantised, Rows, Tape, float_bits
 from gapless.models.tensor import WeightTensor
 
 TOKEN_BLOCK_BYTES = 512 << 10  # activations that a product keeps in the second-level cache
@@ -69,6 +70,7 @@ class Weights:
         self._arena = arena
         self._float = float_weights
         self._release = release
+        self.nbytes = 0  # of packed weights
         self._stacked: dict[tuple[int, ...], PackedMatrix] = {}
 
     def stacked(self, tensors: Sequence[WeightTensor]) -> PackedMatrix:
@@ -77,12 +79,12 @@ class Weights:
         if key not in self._stacked:
             layout = layout_of(tensors, self._float)
             self._stacked[key] = pack_stacked(tensors, layout, self._isa, self._arena)
-            self._done(tensors)
+            self._done(tensors, self._stacked[key])
         return self._stacked[key]
 
     def interleaved(self, gate: WeightTensor, up: WeightTensor) -> PackedMatrix:
         packed = pack_interleaved(gate, up, layout_of((gate, up), self._float), self._isa, self._arena)
-        self._done((gate, up))
+        self._done((gate, up), packed)
         return packed
 
     def is_float(self, tensors: Sequence[WeightTensor]) -> bool:
@@ -92,7 +94,8 @@ class Weights:
         """Consecutive tensors that pack to one layout."""
         return [list(run) for _, run in groupby(tensors, lambda t: layout_of((t,), self._float))]
 
-    def _done(self, tensors: Sequence[WeightTensor]) -> None:
+    def _done(self, tensors: Sequence[WeightTensor], packed: PackedMatrix) -> None:
+        self.nbytes += packed.shape.nbytes
         for tensor in tensors:
             self._release(tensor)
 
@@ -100,7 +103,7 @@ class Weights:
 class RecordOps:
     """Implements ``Ops[Node, WeightTensor]``."""
 
-    def __init__(self, tape: Tape, weights: Weights, attention: AttentionOps) -> None:
+    def __init__(self, tape: Tape, weights: Weights, attention: KvPool) -> None:
         self._tape = tape
         self._weights = weights
         self._attention = attention

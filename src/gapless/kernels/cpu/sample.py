@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gapless.kernels.cpu.abi import N_SAMPLES, OP_ARGS, SAMPLE_RECORDS
+from gapless.kernels.cpu.abi import N_SAMPLES, SAMPLE_RECORDS
 from gapless.kernels.cpu.mem import ld_f32, ld_f64, ld_i32, ld_i64, st_f32, st_f64, st_i32, st_i64
-from gapless.kernels.cpu.sample_cuts import MAX_KEYS, cut_count, cut_mass, floor_bound, top_keys
+from gapless.kernels.cpu.sample_cuts import cut_count, cut_mass, floor_bound, top_keys
 from gapless.kernels.cpu.sample_passes import (
     BLOCK,
     LARGEST,
@@ -27,63 +27,40 @@ from gapless.kernels.cpu.sample_passes import (
     total_weight,
     weigh,
 )
-from gapless.kernels.sampling_reference import PHILOX_MULTIPLIERS, PHILOX_ROUNDS, PHILOX_WEYL
-
-SAMPLE_PARAMS = np.dtype(
-    [
-        ("temperature", "<f8"),
-        ("top_p", "<f8"),
-        ("min_p", "<f8"),
-        ("repetition_penalty", "<f8"),
-        ("presence_penalty", "<f8"),
-        ("frequency_penalty", "<f8"),
-        ("top_k", "<i8"),
-        ("seed", "<u8"),  # modulo 2**64
-        ("position", "<i8"),  # of the token to be chosen: how many tokens come before it
-        ("n_prompt", "<i8"),
-        ("tokens", "<i8"),  # address of int32[]: prompt, output; the chosen token is written at ``position``
-        ("min_position", "<i8"),  # ``suppress`` holds at positions below this: n_prompt + min_tokens
-        ("n_suppress", "<i8"),
-        ("suppress", "<i8"),  # address of int32[n_suppress]
-        ("n_bias", "<i8"),
-        ("bias_ids", "<i8"),  # address of int32[n_bias], each id once
-        ("bias", "<i8"),  # address of float32[n_bias]
-        ("report_logprobs", "<i8"),  # 1: fill ``chosen`` and the top ones
-        ("n_top", "<i8"),  # how many top tokens to report, at most MAX_TOP
-        ("top_ids", "<i8"),  # address of int32[n_top]
-        ("top", "<i8"),  # address of float64[n_top]
-        # Results.
-        ("token", "<i8"),
-        ("chosen", "<f8"),
-        ("n_reported", "<i8"),
-    ]
+from gapless.kernels.cpu.sample_record import (
+    BIAS,
+    BIAS_IDS,
+    CHOSEN,
+    FREQUENCY,
+    LOGITS,
+    MIN_P,
+    MIN_POSITION,
+    N_BIAS,
+    N_PROMPT,
+    N_REPORTED,
+    N_SUPPRESS,
+    N_TOP,
+    PARTIALS,
+    PARTIAL_WORDS,
+    POSITION,
+    PRESENCE,
+    REPETITION,
+    REPORT,
+    ROW_BYTES,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    SEED,
+    SUPPRESS,
+    TEMPERATURE,
+    TOKEN,
+    TOKENS,
+    TOP,
+    TOP_IDS,
+    TOP_K,
+    TOP_P,
+    VOCAB,
 )
-"""The record of one sampling row: filled at admission; ``position`` and the result addresses before each step."""
-
-PARTIAL_WORDS = 2  # of an argmax: largest value (float64), its id or -1
-
-
-def _offset(name: str) -> int:
-    fields = SAMPLE_PARAMS.fields
-    assert fields is not None
-    return int(fields[name][1])
-
-
-TEMPERATURE, TOP_P, MIN_P = _offset("temperature"), _offset("top_p"), _offset("min_p")
-REPETITION, PRESENCE = _offset("repetition_penalty"), _offset("presence_penalty")
-FREQUENCY, TOP_K, SEED = _offset("frequency_penalty"), _offset("top_k"), _offset("seed")
-POSITION, N_PROMPT, TOKENS = _offset("position"), _offset("n_prompt"), _offset("tokens")
-MIN_POSITION, N_SUPPRESS, SUPPRESS = _offset("min_position"), _offset("n_suppress"), _offset("suppress")
-N_BIAS, BIAS_IDS, BIAS = _offset("n_bias"), _offset("bias_ids"), _offset("bias")
-REPORT, N_TOP, TOP_IDS, TOP = _offset("report_logprobs"), _offset("n_top"), _offset("top_ids"), _offset("top")
-TOKEN, CHOSEN, N_REPORTED = _offset("token"), _offset("chosen"), _offset("n_reported")
-
-
-def scratch_bytes(vocab: int) -> int:
-    """Scratch of one thread. Allocate it zeroed, at a multiple of 64; the marks in it are zero between rows."""
-    n = -(-vocab // BLOCK) * BLOCK
-    return 4 * n * 3 + 8 * (n // BLOCK) + 8 * MAX_KEYS
-
+from gapless.kernels.sampling_reference import PHILOX_MULTIPLIERS, PHILOX_ROUNDS, PHILOX_WEYL
 
 @jit
 def uniform(seed, position):  # type: ignore[no-untyped-def]
@@ -318,12 +295,6 @@ def sample_row_kernel(logits, vocab, record, scratch):  # type: ignore[no-untype
     if ld_i64(record + REPORT) != 0:
         report(x, n, keys, token, largest, record)
     commit(record, token)
-
-
-LOGITS, ROW_BYTES, VOCAB, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(OP_ARGS, OP_ARGS + 6)
-"""Words of both operations: address of the logits, bytes from one sampling row to the next, size of the vocabulary,
-address of the scratch and bytes of it for each thread, and the address of
-int64[max_step_samples][n_threads][PARTIAL_WORDS] for an argmax shared by the threads, or 0 to do without."""
 
 
 def op_argmax(op, step, tid, n_threads):  # type: ignore[no-untyped-def]

@@ -19,11 +19,9 @@ from gapless.kernels.cpu.sample_passes import (
     nth_equal,
     sort_keys,
 )
+from gapless.kernels.cpu.sample_record import BAND, MAX_KEYS, MAX_TOP
 from gapless.kernels.sampling_reference import LOWEST_Z
 
-MAX_TOP = 1000  # tokens that ``top_keys`` is asked for
-BAND = 256
-MAX_KEYS = 2048  # at least MAX_TOP + BAND
 
 
 @jit

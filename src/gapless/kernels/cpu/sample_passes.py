@@ -15,6 +15,7 @@ from numba import njit, types
 
 from gapless.kernels import sampling_reference as ref
 from gapless.kernels.cpu.mem import I32, I64, f32_bits, ld_f32, ld_f64, ld_i64, st_f32, st_f64, st_i64
+from gapless.kernels.cpu.sample_record import SAMPLE_BLOCK as BLOCK
 from gapless.kernels.cpu.vec import (
     VF,
     VI,
@@ -44,7 +45,6 @@ from gapless.kernels.cpu.vec import (
 
 jit = njit(error_model="numpy", nogil=True)
 
-BLOCK = 512  # tokens whose weights are summed apart, so that a draw scans one block
 LARGEST = ref.LARGEST
 NEG_INF = float("-inf")
 

@@ -88,7 +88,7 @@ class Dot:
         return products
 
 
-def _loop(b: Any, count: Any, initial: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+def loop(b: Any, count: Any, initial: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     """``for i in range(count)`` (count >= 1) with loop-carried values in registers."""
     entry = b.block
     loop, done = b.append_basic_block("loop"), b.append_basic_block("done")
@@ -199,7 +199,7 @@ def quantised_tile(layout: str, n_groups: int, n_tokens: int) -> Any:
             return out
 
         zeros = [ir.Constant(VF, [0.0] * VL) for _ in pairs]
-        _write(b, _loop(b, n, zeros, body), n_tokens, n_groups, y, ys, add, bias)
+        _write(b, loop(b, n, zeros, body), n_tokens, n_groups, y, ys, add, bias)
 
     return _tile_intrinsic(emit)
 
@@ -223,7 +223,7 @@ def float_tile(layout: str, n_groups: int, n_tokens: int) -> Any:
             ]
 
         zeros = [ir.Constant(VF, [0.0] * VL)] * (n_groups * n_tokens)
-        _write(b, _loop(b, n, zeros, body), n_tokens, n_groups, y, ys, add, bias)
+        _write(b, loop(b, n, zeros, body), n_tokens, n_groups, y, ys, add, bias)
 
     return _tile_intrinsic(emit)
 

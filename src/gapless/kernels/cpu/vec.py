@@ -257,3 +257,11 @@ def _half_bits(b: Any, x: Any) -> Any:
 
 
 f16_bits_f32 = op(_f32, (_i64,), _half_bits)  # the float32 of a half's bits
+
+
+def _store_half(b: Any, a: Any, x: Any) -> None:
+    lanes = f32_to_half(b, splat(b, x))
+    store_at(b, b.extract_element(lanes, ir.Constant(I32, 0)), a)
+
+
+st_f16 = op(types.void, (_i64, _f32), _store_half)  # one float32 as a half

@@ -1,0 +1,214 @@
+"""The key-value cache of the CPU and the host's side of attention: sizes, operations, and the cut into units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.arch.spec import AttentionSpec, ModelSpec, RopeSpec
+from gapless.errors import GaplessError
+from gapless.kernels.cpu import abi
+from gapless.kernels.cpu.arena import Arena, address_of
+from gapless.kernels.cpu.tape import Limits, Rows, Tape, float_bits
+
+Words = npt.NDArray[np.int64]
+KvDtype = Literal["f16", "f32", "q8"]
+
+KERNEL_KINDS: dict[KvDtype, str] = {"f16": "f16", "f32": "f32", "q8": "i8"}
+_ELEMENT_BYTES: dict[KvDtype, int] = {"f16": 2, "f32": 4, "q8": 1}
+
+# A step of so few units, for each thread, has its history shared out by splits.
+FEW_UNITS = 8
+
+
+def page_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> int:
+    """Bytes of one page of all layers."""
+    return sum(layer_page_bytes(layer.attention, kv_dtype) for layer in spec.layers)
+
+
+def layer_page_bytes(attention: AttentionSpec, kv_dtype: KvDtype) -> int:
+    return attention.n_kv_heads * _head_bytes(attention, kv_dtype)
+
+
+def _padded(dim: int) -> int:
+    return -(-dim // 16) * 16
+
+
+def _head_bytes(attention: AttentionSpec, kv_dtype: KvDtype) -> int:
+    """Keys and values of one head in a page, and for q8 their scales."""
+    numbers = 2 * _padded(attention.head_dim) * abi.PAGE_TOKENS * _ELEMENT_BYTES[kv_dtype]
+    return numbers + (2 * 4 * abi.PAGE_TOKENS if kv_dtype == "q8" else 0)
+
+
+class KvPool:
+    """Pages of all layers; implements the attention part of a recorder."""
+
+    def __init__(
+        self, spec: ModelSpec, kv_dtype: KvDtype, n_pages: int, context_tokens: int, arena: Arena, tape: Tape
+    ) -> None:
+        if kv_dtype not in get_args(KvDtype):
+            raise GaplessError(f"kv_dtype = {kv_dtype!r} is not known", f"choose one of {', '.join(get_args(KvDtype))}")
+        self._kind = KERNEL_KINDS[kv_dtype]
+        self._dtype = kv_dtype
+        self._context = context_tokens
+        self._tape = tape
+        self._arena = arena
+        self._pools = [arena.take(n_pages * layer_page_bytes(x.attention, kv_dtype)) for x in spec.layers]
+        self._ropes: dict[RopeSpec, int] = {}
+        self.nbytes = sum(pool.nbytes for pool in self._pools)
+        self._partials = _partials(arena, spec, context_tokens, tape.limits)
+
+    def rope_cache(
+        self, qkv: Rows, layer: int, a: AttentionSpec, q_norm: int | None, k_norm: int | None, eps: float
+    ) -> Rows:
+        q = self._tape.rows("queries", a.q_dim)
+        words = self._words(layer, a, q) | {
+            abi.ATT_QKV: qkv.address,
+            abi.ATT_QKV_STRIDE: qkv.stride,
+            abi.ATT_ROPE: self._rope_table(a.rope),
+            abi.ATT_ROPE_HALF: a.rope.rotary_dim // 2,
+            abi.ATT_Q_NORM: q_norm or 0,
+            abi.ATT_K_NORM: k_norm or 0,
+            abi.ATT_EPS: float_bits(eps),
+        }
+        self._tape.emit(f"rope_cache_{self._kind}", words)
+        return q
+
+    def attention(self, q: Rows, layer: int, a: AttentionSpec) -> Rows:
+        out = self._tape.rows("attended", a.q_dim)
+        words = self._words(layer, a, q) | {
+            abi.ATT_SCALE: float_bits(a.scale),
+            abi.ATT_WINDOW: a.window or 0,
+            abi.ATT_SOFTCAP: float_bits(a.softcap or 0.0),
+            abi.ATT_Y: out.address,
+            abi.ATT_Y_STRIDE: out.stride,
+            abi.ATT_PARTIALS: address_of(self._partials),
+        }
+        self._tape.emit(f"attention_{self._kind}", words)
+        self._tape.emit("attention_merge", words)
+        return out
+
+    def _words(self, layer: int, a: AttentionSpec, q: Rows) -> dict[int, int]:
+        scratch = scratch_bytes(a)
+        return {
+            abi.ATT_Q: q.address,
+            abi.ATT_Q_STRIDE: q.stride,
+            abi.ATT_HEADS: a.n_heads,
+            abi.ATT_KV_HEADS: a.n_kv_heads,
+            abi.ATT_HEAD_DIM: a.head_dim,
+            abi.ATT_POOL: address_of(self._pools[layer]),
+            abi.ATT_PAGE_BYTES: layer_page_bytes(a, self._dtype),
+            abi.ATT_HEAD_BYTES: _head_bytes(a, self._dtype),
+            abi.ATT_SCRATCH: self._tape.scratch("attention", scratch),
+            abi.ATT_SCRATCH_STRIDE: scratch,
+        }
+
+    def _rope_table(self, rope: RopeSpec) -> int:
+        """Address of float32[context][cos, sin]; angles are formed in float64 (see ``reference.rotate``)."""
+        if rope not in self._ropes:
+            half = len(rope.inv_freq)
+            table = self._arena.take(self._context * half * 8).view(np.float32).reshape(self._context, 2, half)
+            frequencies = np.asarray(rope.inv_freq, np.float64)
+            for start in range(0, self._context, 4096):
+                angles = np.outer(np.arange(start, min(start + 4096, self._context)), frequencies)
+                table[start : start + 4096, 0] = np.cos(angles) * rope.scale
+                table[start : start + 4096, 1] = np.sin(angles) * rope.scale
+            self._ropes[rope] = address_of(table)
+        return self._ropes[rope]
+
+
+def scratch_bytes(a: AttentionSpec) -> int:
+    """Scratch of one thread: queries, scores, two accumulators and their states, for the rows of a unit."""
+    dim, rows = _padded(a.head_dim), max(abi.QUERY_ROWS, a.n_heads // a.n_kv_heads)
+    size = rows * (3 * dim * 4 + abi.SPLIT_TOKENS * 4 + 2 * 8)
+    return -(-size // 64) * 64
+
+
+def _partials(arena: Arena, spec: ModelSpec, context_tokens: int, limits: Limits) -> npt.NDArray[np.uint8]:
+    """Room for the partials of the largest step whose history is shared out."""
+    a = max((layer.attention for layer in spec.layers), key=lambda x: x.q_dim)
+    spans = -(-FEW_UNITS * limits.n_threads // a.n_kv_heads)
+    splits = -(-context_tokens // abi.SPLIT_TOKENS)
+    return arena.take(spans * splits * a.n_heads * (abi.PARTIAL_HEAD_BYTES + 4 * _padded(a.head_dim)))
+
+
+@dataclass(frozen=True)
+class Heads:
+    n_heads: int
+    n_kv_heads: int
+
+    @property
+    def group(self) -> int:
+        return self.n_heads // self.n_kv_heads
+
+
+class UnitPlanner:
+    """Cuts a step's attention into units, and plans merges where the history of a query is shared out."""
+
+    def __init__(self, spec: ModelSpec, limits: Limits, context_tokens: int, arena: Arena) -> None:
+        shapes = {(x.attention.n_heads, x.attention.n_kv_heads) for x in spec.layers}
+        assert len(shapes) == 1, "layers with different heads"
+        self._heads = Heads(*shapes.pop())
+        self._n_threads = limits.n_threads
+        self._tile = max(1, abi.QUERY_ROWS // self._heads.group)
+        splits = -(-context_tokens // abi.SPLIT_TOKENS)
+        few = FEW_UNITS * limits.n_threads + self._heads.n_kv_heads
+        room = max(limits.step_tokens * self._heads.n_kv_heads, few * splits)
+        self._units = arena.take(room * abi.UNIT_WORDS * 8).view(np.int64).reshape(room, abi.UNIT_WORDS)
+        self._merges = arena.take(few * abi.MERGE_WORDS * 8).view(np.int64).reshape(few, abi.MERGE_WORDS)
+
+    def plan(self, words: Words, spans: Words) -> None:
+        """Write units and merges for ``spans`` (rows of SPAN_WORDS) into the step's words."""
+        counts = spans[:, abi.SPAN_COUNT]
+        n_units = len(spans) * self._heads.n_kv_heads
+        n_merges = 0
+        if (counts == 1).all() and n_units <= FEW_UNITS * self._n_threads:
+            n_units, n_merges = self._shared_history(spans)
+        else:
+            n_units = self._tiles(spans)
+        words[abi.N_UNITS], words[abi.UNITS] = n_units, address_of(self._units)
+        words[abi.N_MERGES], words[abi.MERGES] = n_merges, address_of(self._merges)
+
+    def _shared_history(self, spans: Words) -> tuple[int, int]:
+        """One unit for each query, head and split; a merge for each query and head."""
+        h = self._heads
+        splits = (spans[:, abi.SPAN_START] + abi.SPLIT_TOKENS) // abi.SPLIT_TOKENS
+        span = np.repeat(np.arange(len(spans)), h.n_kv_heads)
+        n_splits = splits[span]
+        n_merges = len(span)
+        first = np.cumsum(n_splits * h.group) - n_splits * h.group
+        merges = self._merges[:n_merges]
+        merges[:, abi.MERGE_ROW] = spans[span, abi.SPAN_ROW]
+        merges[:, abi.MERGE_HEAD] = head = np.tile(np.arange(h.n_kv_heads), len(spans))
+        merges[:, abi.MERGE_PARTIAL] = first
+        merges[:, abi.MERGE_SPLITS] = n_splits
+        item = np.repeat(np.arange(n_merges), n_splits)
+        split = np.arange(len(item)) - (np.cumsum(n_splits) - n_splits)[item]
+        columns = (span[item], head[item], 0, 1, split, split + 1, first[item] + split * h.group)
+        return self._fill(0, len(item), columns), n_merges
+
+    def _tiles(self, spans: Words) -> int:
+        """One unit for each tile of queries and head; decodes first, together."""
+        h = self._heads
+        single = np.flatnonzero(spans[:, abi.SPAN_COUNT] == 1)
+        span = np.repeat(single, h.n_kv_heads)
+        ends = spans[span, abi.SPAN_START] // abi.SPLIT_TOKENS + 1
+        used = self._fill(0, len(span), (span, np.tile(np.arange(h.n_kv_heads), len(single)), 0, 1, 0, ends, -1))
+        for index in np.flatnonzero(spans[:, abi.SPAN_COUNT] > 1).tolist():
+            start, count = int(spans[index, abi.SPAN_START]), int(spans[index, abi.SPAN_COUNT])
+            # The last tiles have the longest history: they go first, so that none is left over at the end.
+            query = np.repeat(np.arange(0, count, self._tile)[::-1], h.n_kv_heads)
+            queries = np.minimum(self._tile, count - query)
+            ends = (start + query + queries - 1) // abi.SPLIT_TOKENS + 1
+            head = np.tile(np.arange(h.n_kv_heads), len(query) // h.n_kv_heads)
+            used += self._fill(used, len(query), (index, head, query, queries, 0, ends, -1))
+        return used
+
+    def _fill(self, at: int, n: int, columns: tuple[Any, ...]) -> int:
+        units = self._units[at : at + n]
+        for word, column in enumerate(columns):
+            units[:, word] = column
+        return n
