@@ -14,7 +14,6 @@ from gapless.kernels.cpu.arena import Arena
 from gapless.kernels.cpu.isa import select
 from gapless.kernels.cpu.loader import Kernels, load_kernels
 from gapless.kernels.cpu.pack import PackedMatrix, layout_of, pack_interleaved, pack_stacked
-from gapless.kernels.cpu.packing import PAIR_GROUPS
 from gapless.kernels.reference import activate
 from gapless.models.tensor import WeightTensor
 
@@ -70,9 +69,8 @@ def weight(n_rows: int, width: int, quant: str, seed: int = 2) -> WeightTensor:
 def matrix_words(packed: PackedMatrix, block: int) -> dict[str, int]:
     shape = packed.shape
     return {
-        "LIN_WEIGHTS": packed.address, "LIN_GROUP_BYTES": shape.group_bytes, "LIN_SCALES": shape.scales_offset,
-        "LIN_PAIRS": shape.n_groups // PAIR_GROUPS,
-        "LIN_DEPTH": shape.n_inputs if shape.is_float else shape.n_blocks, "LIN_TOKEN_BLOCK": block,
+        "LIN_WEIGHTS": packed.address, "LIN_PAIR_BYTES": shape.pair_bytes, "LIN_PAIRS": shape.n_pairs,
+        "LIN_DEPTH": shape.depth, "LIN_TOKEN_BLOCK": block,
     }  # fmt: skip
 
 
@@ -237,7 +235,7 @@ def test_embedding_reads_rows_of_a_packed_table(kernels: Kernels, quant: str) ->
     step = step_of(5)
     step[abi.TOKEN_IDS] = address_of(addresses)
     op = operation(
-        ROW_X=packed.address, ROW_GROUP_BYTES=packed.shape.group_bytes, ROW_SCALES=packed.shape.scales_offset,
+        ROW_X=packed.address, ROW_PAIR_BYTES=packed.shape.pair_bytes,
         ROW_Y=address_of(out), ROW_Y_STRIDE=256, ROW_WIDTH=64, ROW_SCALAR=float_bits(1.5),
     )  # fmt: skip
     run(kernels, f"embed_{layout}", op, step, 2)

@@ -97,8 +97,7 @@ ROWS_TOKENS, ROWS_SAMPLES = 0, 1  # else the address of int64[2]: first row, cou
 # linear_{layout}, gated_{layout}. Strides are bytes from one row (token) to the next.
 OP_ROWS = OP_ARGS
 LIN_WEIGHTS = OP_ARGS + 1  # address of a PackedMatrix
-LIN_GROUP_BYTES = OP_ARGS + 2
-LIN_SCALES = OP_ARGS + 3  # offset of the scales in a group
+LIN_PAIR_BYTES = OP_ARGS + 2
 LIN_PAIRS = OP_ARGS + 4  # pairs of weight groups
 LIN_DEPTH = OP_ARGS + 5  # blocks of 32 inputs, or inputs of a float layout
 LIN_X = OP_ARGS + 6
@@ -127,8 +126,7 @@ ROW_WEIGHT = OP_ARGS + 6  # of a norm, float32, padded with zeros
 ROW_SCALAR = OP_ARGS + 7  # bits of a float32: epsilon, scale or cap
 ROW_YD = OP_ARGS + 8
 ROW_YD_STRIDE = OP_ARGS + 9
-ROW_GROUP_BYTES = OP_ARGS + 10  # of the table
-ROW_SCALES = OP_ARGS + 11
+ROW_PAIR_BYTES = OP_ARGS + 10  # of the table
 ROW_SCRATCH = OP_ARGS + 12  # 128 bytes of each thread, at a stride of 128
 
 XD_BYTES = 16  # beside 32 int8 activations: scale f32, scale * sum f32, -128 * sum int32, unused

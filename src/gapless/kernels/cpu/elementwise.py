@@ -9,9 +9,8 @@ from numba import njit
 
 from gapless.kernels.cpu.abi import (
     OP_ROWS,
-    ROW_GROUP_BYTES,
+    ROW_PAIR_BYTES,
     ROW_SCALAR,
-    ROW_SCALES,
     ROW_SCRATCH,
     ROW_WEIGHT,
     ROW_WIDTH,
@@ -28,7 +27,7 @@ from gapless.kernels.cpu.abi import (
 )
 from gapless.kernels.cpu.linear import rows_of
 from gapless.kernels.cpu.mem import bits_f32, ld_f32, ld_i8, ld_i32, ld_i64, ld_u8, ld_u16, sqrt_f32, st_f32
-from gapless.kernels.cpu.packing import BLOCK
+from gapless.kernels.cpu.packing import BLOCK, PAIR_GROUPS, Layout, PackedShape
 from gapless.kernels.cpu.quantise import quantise_block
 from gapless.kernels.cpu.vec import (
     ISA,
@@ -173,69 +172,80 @@ def softcap(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
             vstore(at + 4 * i, vmul(vcap, vsub(one, vdiv(two, vadd(one, e)))))
 
 
-def _embed(read: Any) -> Any:
+def _embed(layout: Layout, read: Any) -> Any:
+    shape = PackedShape(layout, PAIR_GROUPS * VL, BLOCK, VL)
+    per_step = 1 if shape.is_float else BLOCK  # inputs in block_bytes
+    quant_bytes = 0 if shape.is_float else shape.quant_bytes
+    block_bytes, n_halves = shape.block_bytes, shape.n_halves
+
     def embed(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
         row, count = rows_of(op, step)
         width = ld_i64(op + 8 * ROW_WIDTH)
         scale = bits_f32(ld_i64(op + 8 * ROW_SCALAR))
         for t in range(row + count * tid // n_threads, row + count * (tid + 1) // n_threads):
             token = ld_i32(ld_i64(ld_i64(step + 8 * TOKEN_IDS) + 8 * t))
-            group = ld_i64(op + 8 * ROW_X) + token // VL * ld_i64(op + 8 * ROW_GROUP_BYTES)
-            scales = group + ld_i64(op + 8 * ROW_SCALES)
+            pair = ld_i64(op + 8 * ROW_X) + token // (PAIR_GROUPS * VL) * ld_i64(op + 8 * ROW_PAIR_BYTES)
+            side = token // VL % PAIR_GROUPS
             y = target_row(op, t)
             for i in range(width):
-                st_f32(y + 4 * i, read(group, scales, token % VL, i) * scale)
+                block = pair + i // per_step * block_bytes
+                halves = block + PAIR_GROUPS * quant_bytes + (side * n_halves * VL + token % VL) * 2
+                st_f32(y + 4 * i, read(block + side * quant_bytes, halves, side, token % VL, i % BLOCK) * scale)
             for i in range(width, padded(width)):
                 st_f32(y + 4 * i, np.float32(0.0))
 
     return embed
 
 
-@inline
-def _byte_offset(lane, i, block_bytes):  # type: ignore[no-untyped-def]
-    """Of input i of a lane: blocks, runs of four inputs, lanes."""
-    return i // BLOCK * block_bytes + i % BLOCK // 4 * (4 * VL) + 4 * lane + i % 4
+# Readers of one value: of input ``i`` of a block, at a group's quants, with the row's scale (and minimum) at ``halves``.
 
 
 @inline
-def _read_q4(group, scales, lane, i):  # type: ignore[no-untyped-def]
-    pair = ld_u8(group + _byte_offset(lane, i // BLOCK * BLOCK + i % 16, 16 * VL))
-    quant = pair & 15 if i % BLOCK < 16 else pair >> 4
-    at = scales + (i // BLOCK * 2 * VL + lane) * 2
-    return np.float32(quant) * f16_bits_f32(ld_u16(at)) + f16_bits_f32(ld_u16(at + 2 * VL))
+def _stored(quants, lane, run, k):  # type: ignore[no-untyped-def]
+    """Address of byte ``k`` of a run of four."""
+    return quants + run * (4 * VL) + 4 * lane + k
 
 
 @inline
-def _read_q8(group, scales, lane, i):  # type: ignore[no-untyped-def]
-    at = group + _byte_offset(lane, i, 32 * VL)
-    quant = ld_u8(at) - BIASED if BIASED != 0 else ld_i8(at)
-    return np.float32(quant) * f16_bits_f32(ld_u16(scales + (i // BLOCK * VL + lane) * 2))
+def _int8_at(quants, lane, i):  # type: ignore[no-untyped-def]
+    at = _stored(quants, lane, i // 4, i % 4)
+    return ld_u8(at) - BIASED if BIASED != 0 else ld_i8(at)
 
 
 @inline
-def _read_q8m(group, scales, lane, i):  # type: ignore[no-untyped-def]
-    stored = group + _byte_offset(lane, i, 32 * VL)
-    quant = ld_u8(stored) - BIASED if BIASED != 0 else ld_i8(stored)
-    at = scales + (i // BLOCK * 2 * VL + lane) * 2
-    return np.float32(quant) * f16_bits_f32(ld_u16(at)) + f16_bits_f32(ld_u16(at + 2 * VL))
+def _read_q4(quants, halves, side, lane, i):  # type: ignore[no-untyped-def]
+    pair = ld_u8(_stored(quants, lane, i % 16 // 4, i % 4))
+    quant = pair & 15 if i < 16 else pair >> 4
+    return np.float32(quant) * f16_bits_f32(ld_u16(halves)) + f16_bits_f32(ld_u16(halves + 2 * VL))
 
 
 @inline
-def _read_f32(group, scales, lane, i):  # type: ignore[no-untyped-def]
-    return ld_f32(group + 4 * (i * VL + lane))
+def _read_q8(quants, halves, side, lane, i):  # type: ignore[no-untyped-def]
+    return np.float32(_int8_at(quants, lane, i)) * f16_bits_f32(ld_u16(halves))
 
 
 @inline
-def _read_f16(group, scales, lane, i):  # type: ignore[no-untyped-def]
-    return f16_bits_f32(ld_u16(group + 2 * (i * VL + lane)))
+def _read_q8m(quants, halves, side, lane, i):  # type: ignore[no-untyped-def]
+    scaled = np.float32(_int8_at(quants, lane, i)) * f16_bits_f32(ld_u16(halves))
+    return scaled + f16_bits_f32(ld_u16(halves + 2 * VL))
 
 
 @inline
-def _read_bf16(group, scales, lane, i):  # type: ignore[no-untyped-def]
-    return bits_f32(ld_u16(group + 2 * (i * VL + lane)) << 16)
+def _read_f32(row, halves, side, lane, i):  # type: ignore[no-untyped-def]
+    return ld_f32(row + 4 * (side * VL + lane))
 
 
-_READERS = {
+@inline
+def _read_f16(row, halves, side, lane, i):  # type: ignore[no-untyped-def]
+    return f16_bits_f32(ld_u16(row + 2 * (side * VL + lane)))
+
+
+@inline
+def _read_bf16(row, halves, side, lane, i):  # type: ignore[no-untyped-def]
+    return bits_f32(ld_u16(row + 2 * (side * VL + lane)) << 16)
+
+
+_READERS: dict[Layout, Any] = {
     "q4": _read_q4,
     "q8": _read_q8,
     "q8m": _read_q8m,
@@ -247,4 +257,4 @@ _READERS = {
 KERNELS: dict[str, tuple[Any, int]] = {
     kernel.__name__: (kernel, 4) for kernel in (norm, norm_add, norm_quantise, quantise, add, softcap)
 }
-KERNELS |= {f"embed_{layout}": (_embed(read), 4) for layout, read in _READERS.items()}
+KERNELS |= {f"embed_{layout}": (_embed(layout, read), 4) for layout, read in _READERS.items()}

@@ -18,9 +18,8 @@ from gapless.kernels.cpu.abi import (
     LIN_ADD,
     LIN_BIAS,
     LIN_DEPTH,
-    LIN_GROUP_BYTES,
+    LIN_PAIR_BYTES,
     LIN_PAIRS,
-    LIN_SCALES,
     LIN_SCRATCH,
     LIN_SCRATCH_STRIDE,
     LIN_TOKEN_BLOCK,
@@ -74,16 +73,14 @@ def _sweep(make: Any) -> Any:
     """``sweep(op, w, x, xd, y, y_stride, add, bias, n)``: ``n`` rows against one pair of groups."""
 
     def runner(size: int) -> Any:
-        tile = make(PAIR_GROUPS, size)
+        tile = make(size)
 
         @inline
         def run(op, w, x, xd, y, ys, add, bias, t):  # type: ignore[no-untyped-def]
             xs = ld_i64(op + 8 * LIN_X_STRIDE)
             xds = ld_i64(op + 8 * LIN_XD_STRIDE)
-            group_bytes = ld_i64(op + 8 * LIN_GROUP_BYTES)
-            scales = ld_i64(op + 8 * LIN_SCALES)
             depth = ld_i64(op + 8 * LIN_DEPTH)
-            tile(w, group_bytes, scales, x + t * xs, xs, xd + t * xds, xds, y + t * ys, ys, add, bias, depth)
+            tile(w, x + t * xs, xs, xd + t * xds, xds, y + t * ys, ys, add, bias, depth)
 
         return run
 
@@ -122,7 +119,7 @@ def _linear(sweep: Any) -> Any:
     def linear(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
         row, count = rows_of(op, step)
         pairs = ld_i64(op + 8 * LIN_PAIRS)
-        weight_bytes = ld_i64(op + 8 * LIN_GROUP_BYTES) * PAIR_GROUPS
+        weight_bytes = ld_i64(op + 8 * LIN_PAIR_BYTES)
         w = ld_i64(op + 8 * LIN_WEIGHTS)
         xs = ld_i64(op + 8 * LIN_X_STRIDE)
         xds = ld_i64(op + 8 * LIN_XD_STRIDE)
@@ -177,7 +174,7 @@ def _gated(sweep: Any) -> Any:
     def gated(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
         row, count = rows_of(op, step)
         units = ld_i64(op + 8 * LIN_PAIRS) // UNIT_PAIRS
-        weight_bytes = ld_i64(op + 8 * LIN_GROUP_BYTES) * PAIR_GROUPS
+        weight_bytes = ld_i64(op + 8 * LIN_PAIR_BYTES)
         w = ld_i64(op + 8 * LIN_WEIGHTS)
         xs = ld_i64(op + 8 * LIN_X_STRIDE)
         xds = ld_i64(op + 8 * LIN_XD_STRIDE)
@@ -204,7 +201,7 @@ def _kernels() -> dict[str, tuple[Any, int]]:
     kernels: dict[str, tuple[Any, int]] = {}
     for layout in ("q4", "q8", "q8m", "f32", "f16", "bf16"):
         family = quantised_tile if layout.startswith("q") else float_tile
-        sweep = _sweep(lambda groups, tokens, f=family, name=layout: f(name, groups, tokens))
+        sweep = _sweep(lambda tokens, f=family, name=layout: f(name, tokens))
         kernels[f"linear_{layout}"] = (_linear(sweep), 4)
         kernels[f"gated_{layout}"] = (_gated(sweep), 4)
     return kernels

@@ -1,9 +1,9 @@
-"""Layouts of packed weights: groups of ``lanes`` rows, blocks of 32 inputs. No Numba here.
+"""Layouts of packed weights: pairs of groups of ``lanes`` rows, blocks of 32 inputs. No Numba here.
 
-A quantised group is ``[quants: n_blocks * lanes * 32 * bits / 8][scales: n_blocks * (1 or 2) * lanes halves]``, padded
-to 64 bytes. Within a block the quants of one row lie in runs of four, so a vector holds four consecutive inputs of
-every row of the group, which is what the dot-product instructions take. Four-bit vectors hold run j in their low and
-run j + 4 in their high nibbles. A float group is ``[n_inputs][lanes]``.
+A pair is read from its first byte to its last, as one stream: for each block of inputs the quants of both groups,
+then their scales (and minima). Within a block the quants of one row lie in runs of four, so a vector holds four
+consecutive inputs of every row of a group, which is what the dot-product instructions take. Four-bit vectors hold run
+j in their low and run j + 4 in their high nibbles. A pair of floats is ``[n_inputs][2][lanes]``.
 """
 
 from __future__ import annotations
@@ -44,29 +44,35 @@ class PackedShape:
         return -(-self.n_rows // ROW_PAD) * ROW_PAD
 
     @property
-    def n_groups(self) -> int:
-        return self.padded_rows // self.lanes
+    def n_pairs(self) -> int:
+        return self.padded_rows // (PAIR_GROUPS * self.lanes)
 
     @property
-    def n_blocks(self) -> int:
-        return self.n_inputs // BLOCK
+    def depth(self) -> int:
+        """Steps of a tile through a pair: blocks of 32 inputs, or single inputs of a float layout."""
+        return self.n_inputs if self.is_float else self.n_inputs // BLOCK
 
     @property
-    def scales_offset(self) -> int:
-        """Bytes from a group's start to its scales."""
-        return self.n_blocks * self.lanes * (16 if self.layout == "q4" else 32)
+    def quant_bytes(self) -> int:
+        """Of one group in one block."""
+        return self.lanes * (16 if self.layout == "q4" else 32)
 
     @property
-    def group_bytes(self) -> int:
+    def n_halves(self) -> int:
+        """Half floats of a row in a block: its scale, and its minimum where the layout has one."""
+        return 1 if self.layout == "q8" else 2
+
+    @property
+    def block_bytes(self) -> int:
+        """Of both groups in one block, or in one input of a float layout."""
         if self.is_float:
-            return _round64(self.n_inputs * self.lanes * _FLOAT_BYTES[self.layout])
-        halves = 1 if self.layout == "q8" else 2
-        return _round64(self.scales_offset + self.n_blocks * self.lanes * 2 * halves)
+            return PAIR_GROUPS * self.lanes * _FLOAT_BYTES[self.layout]
+        return PAIR_GROUPS * (self.quant_bytes + self.n_halves * self.lanes * 2)
+
+    @property
+    def pair_bytes(self) -> int:
+        return self.depth * self.block_bytes
 
     @property
     def nbytes(self) -> int:
-        return self.n_groups * self.group_bytes
-
-
-def _round64(n: int) -> int:
-    return -(-n // 64) * 64
+        return self.n_pairs * self.pair_bytes

@@ -17,7 +17,7 @@ from gapless.kernels.cpu.arena import Arena
 from gapless.kernels.cpu.isa import Isa
 from gapless.kernels.cpu.kv import KvPool
 from gapless.kernels.cpu.pack import PackedMatrix, layout_of, pack_interleaved, pack_stacked
-from gapless.kernels.cpu.packing import BLOCK, PAIR_GROUPS
+from gapless.kernels.cpu.packing import BLOCK
 from gapless.kernels.cpu.tape import Quantised, Rows, Tape, float_bits
 from gapless.models.tensor import WeightTensor
 
@@ -115,8 +115,7 @@ class RecordOps:
         x = self._tape.rows("residual", table.shape[1])
         words = {
             abi.ROW_X: packed.address,
-            abi.ROW_GROUP_BYTES: packed.shape.group_bytes,
-            abi.ROW_SCALES: packed.shape.scales_offset,
+            abi.ROW_PAIR_BYTES: packed.shape.pair_bytes,
             abi.ROW_Y: x.address,
             abi.ROW_Y_STRIDE: x.stride,
             abi.ROW_WIDTH: x.width,
@@ -225,10 +224,9 @@ class RecordOps:
         fed = self._feed(x, shape.is_float)
         words = {
             abi.LIN_WEIGHTS: packed.address,
-            abi.LIN_GROUP_BYTES: shape.group_bytes,
-            abi.LIN_SCALES: shape.scales_offset,
-            abi.LIN_PAIRS: shape.n_groups // PAIR_GROUPS,
-            abi.LIN_DEPTH: shape.n_inputs if shape.is_float else shape.n_blocks,
+            abi.LIN_PAIR_BYTES: shape.pair_bytes,
+            abi.LIN_PAIRS: shape.n_pairs,
+            abi.LIN_DEPTH: shape.depth,
             abi.LIN_X: fed.address,
             abi.LIN_X_STRIDE: fed.stride,
             abi.LIN_TOKEN_BLOCK: _token_block(fed),

@@ -12,10 +12,12 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from gapless.kernels.cpu.abi import XD_BYTES
 from gapless.kernels.cpu.mem import I8, I16, I32, I64
+from gapless.kernels.cpu.packing import PAIR_GROUPS, Layout, PackedShape
 from gapless.kernels.cpu.vec import F32, ISA, VF, VI, VL, const_vi, half_to_f32, llvm_call, load_at, splat, store_at
 
 VBYTES = VL * 4
@@ -141,24 +143,28 @@ def _write(b: Any, accs: list[Any], n_tokens: int, n_groups: int, y: Any, ystrid
     b.position_at_end(done)
 
 
-_TILE_ARGS = 11  # w, group_bytes, scales, x, x_stride, xd, xd_stride, y, y_stride, add, bias; then the loop count
+_TILE_ARGS = 10  # w, x, x_stride, xd, xd_stride, y, y_stride, add, bias, depth
+PREFETCH_BYTES = 4096  # how far ahead of the loads weights are fetched
 
 
-def quantised_tile(layout: str, n_groups: int, n_tokens: int) -> Any:
-    """``tile(w, group_bytes, scales_offset, x, x_stride, xd, xd_stride, y, y_stride, add, bias, n_blocks)``."""
+def quantised_tile(layout: Layout, n_tokens: int) -> Any:
+    """``tile(w, x, x_stride, xd, xd_stride, y, y_stride, add, bias, n_blocks)`` on one pair of groups at ``w``."""
     bits = 4 if layout == "q4" else 8
     has_min = layout != "q8"
+    n_groups = PAIR_GROUPS
+    shape = PackedShape(layout, PAIR_GROUPS * VL, 32, VL)
     pairs = [(r, t) for r in range(n_groups) for t in range(n_tokens)]
 
     def emit(b: Any, args: list[Any]) -> None:
-        w, gbytes, soff, x, xs, xd, xds, y, ys, add, bias, n = args
-        groups = [b.add(w, b.mul(gbytes, c64(r))) for r in range(n_groups)]
+        w, x, xs, xd, xds, y, ys, add, bias, n = args
         xrows = [b.add(x, b.mul(xs, c64(t))) for t in range(n_tokens)]
         drows = [b.add(xd, b.mul(xds, c64(t))) for t in range(n_tokens)]
 
         def body(i: Any, accs: list[Any]) -> list[Any]:
             dot = Dot(b, unsigned_weights=bits == 4)
-            quants = [b.add(g, b.mul(i, c64(VBYTES * bits))) for g in groups]
+            block = b.add(w, b.mul(i, c64(shape.block_bytes)))
+            _prefetch(b, block, shape.block_bytes)
+            quants = [b.add(block, c64(r * shape.quant_bytes)) for r in range(n_groups)]
             xb = [b.add(row, b.mul(i, c64(32))) for row in xrows]
             db = [b.add(row, b.mul(i, c64(XD_BYTES))) for row in drows]
             offsets = [load_at(b, b.add(d, c64(8)), I32, 4) for d in db]
@@ -182,10 +188,10 @@ def quantised_tile(layout: str, n_groups: int, n_tokens: int) -> Any:
                     run([b.and_(b.bitcast(v, VB), nibble) for v in shifted], j + 4)
 
             half_vector = ir.VectorType(I16, VL)
-            sstride = VL * 2 * (2 if has_min else 1)
+            scales = b.add(block, c64(n_groups * shape.quant_bytes))
             out = list(accs)
             for r in range(n_groups):
-                s = b.add(b.add(groups[r], soff), b.mul(i, c64(sstride)))
+                s = b.add(scales, c64(r * shape.n_halves * VL * 2))
                 d = half_to_f32(b, load_at(b, s, half_vector, 16))
                 m = half_to_f32(b, load_at(b, b.add(s, c64(VL * 2)), half_vector, 16)) if has_min else None
                 for t in range(n_tokens):
@@ -204,17 +210,19 @@ def quantised_tile(layout: str, n_groups: int, n_tokens: int) -> Any:
     return _tile_intrinsic(emit)
 
 
-def float_tile(layout: str, n_groups: int, n_tokens: int) -> Any:
-    """As ``quantised_tile``; ``x`` is float32, ``xd`` and the scales are unused, the loop count is inputs."""
+def float_tile(layout: Layout, n_tokens: int) -> Any:
+    """As ``quantised_tile``; ``x`` is float32, ``xd`` is unused and the depth is inputs."""
+    n_groups = PAIR_GROUPS
     element = {"f32": 4, "f16": 2, "bf16": 2}[layout]
 
     def emit(b: Any, args: list[Any]) -> None:
-        w, gbytes, _soff, x, xs, _xd, _xds, y, ys, add, bias, n = args
-        groups = [b.add(w, b.mul(gbytes, c64(r))) for r in range(n_groups)]
+        w, x, xs, _xd, _xds, y, ys, add, bias, n = args
         xrows = [b.add(x, b.mul(xs, c64(t))) for t in range(n_tokens)]
 
         def body(i: Any, accs: list[Any]) -> list[Any]:
-            weights = [_load_float(b, b.add(g, b.mul(i, c64(VL * element))), layout) for g in groups]
+            row = b.add(w, b.mul(i, c64(n_groups * VL * element)))
+            _prefetch(b, row, n_groups * VL * element)
+            weights = [_load_float(b, b.add(row, c64(r * VL * element)), layout) for r in range(n_groups)]
             xv = [splat(b, load_at(b, b.add(row, b.mul(i, c64(4))), F32, 4)) for row in xrows]
             return [
                 llvm_call(b, f"llvm.fma.v{VL}f32", VF, xv[t], weights[r], accs[r * n_tokens + t])
@@ -228,6 +236,15 @@ def float_tile(layout: str, n_groups: int, n_tokens: int) -> Any:
     return _tile_intrinsic(emit)
 
 
+def _prefetch(b: Any, addr: Any, n_bytes: int) -> None:
+    """Fetch the cache lines that the loop will read PREFETCH_BYTES later."""
+    ptr = I8.as_pointer()
+    fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), [ptr, I32, I32, I32]), "llvm.prefetch.p0")
+    for line in range(0, n_bytes, 64):
+        at = b.inttoptr(b.add(addr, c64(PREFETCH_BYTES + line)), ptr)
+        b.call(fn, [at, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
+
+
 def _load_float(b: Any, addr: Any, layout: str) -> Any:
     if layout == "f32":
         return load_at(b, addr, VF)
@@ -239,11 +256,11 @@ def _load_float(b: Any, addr: Any, layout: str) -> Any:
 
 def _tile_intrinsic(emit: Callable[[Any, list[Any]], None]) -> Any:
     @intrinsic
-    def tile(typingctx, w, gbytes, soff, x, xs, xd, xds, y, ys, add, bias, n):  # type: ignore[no-untyped-def]
+    def tile(typingctx, w, x, xs, xd, xds, y, ys, add, bias, n):  # type: ignore[no-untyped-def]
         def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
             emit(builder, list(args))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * (_TILE_ARGS + 1)), codegen
+        return types.void(*[types.int64] * _TILE_ARGS), codegen
 
     return tile
