@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class Slots:
         self.records = arena.take(n_slots * SAMPLE_PARAMS.itemsize).view(SAMPLE_PARAMS)
         self.request_ids = [-1] * n_slots
         self.n_top = [-1] * n_slots  # top log-probabilities wanted; -1: none at all
+        self.n_admitted = 0
         self._n_pages = [0] * n_slots
         self._keep: list[Any] = [None] * n_slots  # arrays that a record points to
         self.tokens_at = address_of(self.tokens)
@@ -35,6 +37,7 @@ class Slots:
 
     def admit(self, admission: Admission) -> None:
         slot = admission.slot
+        self.n_admitted += 1
         self.tokens[slot, : len(admission.tokens)] = admission.tokens
         self._n_pages[slot] = 0
         self.request_ids[slot] = admission.request_id
@@ -55,12 +58,35 @@ class Slots:
         return addresses
 
 
+@dataclass(frozen=True)
+class _Decode:
+    """A step in which every span is one token that is sampled from: most steps, and much like the one before."""
+
+    slots: list[int]
+    starts: list[int]
+    n_admitted: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, slots: Slots) -> _Decode | None:
+        if any(span.count != 1 or not span.sample for span in plan.spans):
+            return None
+        return cls([s.slot for s in plan.spans], [s.start for s in plan.spans], slots.n_admitted)
+
+    def ahead_of(self, before: _Decode) -> int | None:
+        """By how many positions every request is further on; None where the requests are not the same."""
+        if self.slots != before.slots or self.n_admitted != before.n_admitted or not self.starts:
+            return None
+        ahead = self.starts[0] - before.starts[0]
+        return ahead if self.starts == [start + ahead for start in before.starts] else None
+
+
 class StepMemory:
     """Room for the largest step. Filled before each step; its results are read before it is filled again."""
 
     def __init__(self, arena: Arena, limits: Limits, units: kv.UnitPlanner) -> None:
         n_tokens, n_samples = limits.step_tokens, limits.step_samples
         self._units = units
+        self._decode: _Decode | None = None
         self.words = arena.take(abi.STEP_WORDS * 8).view(np.int64)
 
         def array(word: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
@@ -89,6 +115,29 @@ class StepMemory:
 
     def fill(self, plan: StepPlan, slots: Slots) -> None:
         """Describe the plan. Page tables must hold the spans' pages."""
+        decode = _Decode.of(plan, slots)
+        before, self._decode = self._decode, decode
+        if before is not None and decode is not None and (ahead := decode.ahead_of(before)) is not None:
+            self._advance(ahead, decode, slots)
+        else:
+            self._describe(plan, slots)
+
+    def _advance(self, ahead: int, decode: _Decode, slots: Slots) -> None:
+        """The same requests, each decoding its next token: move what was described before."""
+        n = len(decode.starts)
+        positions = self._positions[:n]
+        before = positions.copy()
+        positions += ahead
+        self._token_ids[:n] += 4 * ahead
+        self._kv_slots[:n] += ahead
+        self._records["position"][:n] += ahead
+        self._spans[:n, abi.SPAN_START] += ahead
+        moved = before // abi.PAGE_TOKENS != positions // abi.PAGE_TOKENS
+        if moved.any():
+            self._place(np.array(decode.slots), positions.astype(np.int64), n, slots)
+            self._units.plan(self.words, self._spans[:n])
+
+    def _describe(self, plan: StepPlan, slots: Slots) -> None:
         spans = plan.spans
         n_spans = len(spans)
         slot, start, count = np.array([(s.slot, s.start, s.count) for s in spans], np.int64).reshape(-1, 3).T
@@ -127,10 +176,13 @@ class StepMemory:
         of_span = np.repeat(np.arange(len(slot)), count)
         positions = np.arange(n_tokens) + (start - first)[of_span]
         slot_of = slot[of_span]
-        pages = slots.pages[slot_of, positions // abi.PAGE_TOKENS].astype(np.int64)
         self._positions[:n_tokens] = positions
         self._token_spans[:n_tokens] = of_span
         self._token_ids[:n_tokens] = slots.token_addresses(slot_of, positions)
+        self._place(slot_of, positions, n_tokens, slots)
+
+    def _place(self, slot_of: Array, positions: Array, n_tokens: int, slots: Slots) -> None:
+        pages = slots.pages[slot_of, positions // abi.PAGE_TOKENS].astype(np.int64)
         self._kv_slots[:n_tokens] = pages * abi.PAGE_TOKENS + positions % abi.PAGE_TOKENS
 
     def _describe_samples(self, slot: Array, position: Array, rows: Array, slots: Slots) -> None:

@@ -144,7 +144,7 @@ def _write(b: Any, accs: list[Any], n_tokens: int, n_groups: int, y: Any, ystrid
 
 
 _TILE_ARGS = 10  # w, x, x_stride, xd, xd_stride, y, y_stride, add, bias, depth
-PREFETCH_BYTES = 4096  # how far ahead of the loads weights are fetched
+PREFETCH_BYTES = 8192  # how far ahead of the loads weights are fetched
 
 
 def quantised_tile(layout: Layout, n_tokens: int) -> Any:
