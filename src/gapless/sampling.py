@@ -78,7 +78,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -100.0, 100.0),
     ("logprobs", 0, 1000),
     ("n", 1, 1024),
-    ("max_tokens", 0, 1 << 30),
+    ("max_tokens", 1, 1 << 30),
     ("min_tokens", 0, 1 << 30),
     ("seed", -(1 << 63), (1 << 64) - 1),
 )

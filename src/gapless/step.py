@@ -8,6 +8,7 @@ the next step can be planned and launched before this one has landed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gapless.sampling import SamplingParams
 
@@ -30,8 +31,7 @@ class Admission:
     suppress: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Positions ``start .. start + count`` of one request in this step.
 
     ``pages`` maps the request's cache pages in order and covers ``start + count`` positions. With ``sample`` the
@@ -77,8 +77,7 @@ class TokenLogprobs:
     top: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     request_id: int
     token: int
     logprobs: TokenLogprobs | None = None
