@@ -80,22 +80,27 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run."""
-        most = min(self.capacity.context_tokens, self.capacity.n_pages * self.capacity.page_tokens)
-        n = len(request.prompt)
-        if n == 0:
-            raise RequestError("the prompt has no tokens", "give a prompt of at least one token")
-        if n >= most:
-            raise RequestError(
-                f"the prompt has {n} tokens and the context holds {most}, the answer included",
-                "shorten the prompt or raise the context",
-            )
+        most = self.validate(len(request.prompt))
         assert request.request_id not in self._requests, "request ids are used once"
         wanted = request.sampling.max_tokens
-        request.limit = most if wanted is None else min(n + wanted, most)
+        request.limit = most if wanted is None else min(len(request.prompt) + wanted, most)
         request.arrival = self._n_arrivals
         self._n_arrivals += 1
         self._requests[request.request_id] = request
         self._enqueue(request)
+
+    def validate(self, n_prompt: int) -> int:
+        """The most tokens, prompt and answer, that a request may have. Raises RequestError if its prompt is too long."""
+        capacity = self.capacity
+        most = min(capacity.context_tokens, capacity.n_pages * capacity.page_tokens)
+        if n_prompt == 0:
+            raise RequestError("the prompt has no tokens", "give a prompt of at least one token")
+        if n_prompt >= most:
+            raise RequestError(
+                f"the prompt has {n_prompt} tokens and the context holds {most}, the answer included",
+                "shorten the prompt or raise the context",
+            )
+        return most
 
     def abort(self, request_id: int) -> bool:
         """End a request at once; False if it is not there (any more)."""
