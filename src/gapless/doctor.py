@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gapless.arch.sizes import WeightInfo
 from gapless.arch.spec import ModelSpec, ModelWeights
-from gapless.kernels.count import Work, count_step
-
-if TYPE_CHECKING:
-    from gapless.llm import LLM
+from gapless.kernels.count import StepCounter, Work
+from gapless.machine import allowed_cores
 
 _TELLING = ("sse4.2", "avx", "avx2", "fma", "f16c", "avx512", "avxvnni", "amx", "neon", "dotprod", "i8mm", "sve")
 
@@ -73,20 +71,24 @@ class FloorReport:
     bound: str
 
 
-def measure_ceilings(threads: int, working_set_bytes: int, isa: str | None = None) -> Ceilings:
+def measure_ceilings(
+    threads: int, working_set_bytes: int, isa: str | None = None, progress: Callable[[str], None] | None = None
+) -> Ceilings:
     """Time plain reads over ``working_set_bytes`` and the kernels' own multiply-add loop. Takes about a second."""
-    from gapless.kernels.cpu import measure
+    from gapless.executor import measure
 
-    return Ceilings(measure.memory_bandwidth(threads, working_set_bytes), measure.int8_rate(threads))
+    bandwidth = measure.memory_bandwidth(threads, isa, n_bytes=working_set_bytes, progress=progress)
+    return Ceilings(bandwidth, measure.int8_rate(threads, isa, progress=progress))
 
 
-def inspect_machine(threads: int | None, isa: str | None, working_set_bytes: int) -> MachineReport:
+def inspect_machine(
+    threads: int | None, isa: str | None, working_set_bytes: int, progress: Callable[[str], None] | None = None
+) -> MachineReport:
     """Raises GaplessError for an instruction set that this machine lacks."""
     from gapless.kernels.cpu import isa as targets
-    from gapless.kernels.cpu import machine
 
     chosen = targets.select(isa)
-    allowed = machine.allowed_cores()
+    allowed = allowed_cores()
     threads = threads or allowed
     return MachineReport(
         processor=_processor_name(),
@@ -99,21 +101,37 @@ def inspect_machine(threads: int | None, isa: str | None, working_set_bytes: int
         threads=threads,
         memory_bytes=_memory_bytes(),
         working_set_bytes=working_set_bytes,
-        ceilings=measure_ceilings(threads, working_set_bytes, isa),
+        ceilings=measure_ceilings(threads, working_set_bytes, isa, progress),
     )
 
 
 def decode_work(
-    spec: ModelSpec,
-    weights: ModelWeights[WeightInfo],
-    *,
-    batch: int,
-    context_tokens: int,
-    kv_element_bytes: float,
+    spec: ModelSpec, weights: ModelWeights[WeightInfo], *, batch: int, context_tokens: int, kv_element_bytes: float
 ) -> Work:
     """The work of one step that gives each of ``batch`` requests its next token."""
-    spans = [(context_tokens, 1)] * batch
-    return count_step(spec, weights, spans, kv_element_bytes=kv_element_bytes).total
+    return StepCounter(spec, weights, kv_element_bytes=kv_element_bytes).count([(context_tokens, 1)] * batch).total
+
+
+def floor_of(
+    name: str, spec: ModelSpec, weights: ModelWeights[WeightInfo], weights_bytes: int, kv_element_bytes: float,
+    context_tokens: int, ceilings: Ceilings,
+) -> FloorReport:  # fmt: skip
+    """The floor of a single request's decode step."""
+    work = decode_work(spec, weights, batch=1, context_tokens=context_tokens, kv_element_bytes=kv_element_bytes)
+    one_more = decode_work(spec, weights, batch=1, context_tokens=context_tokens + 1, kv_element_bytes=kv_element_bytes)
+    floor = ceilings.floor_s(work)
+    return FloorReport(
+        model=name,
+        family=spec.family,
+        weights_bytes=weights_bytes,
+        step_bytes=work.memory_bytes,
+        step_flops=work.flops,
+        context_tokens=context_tokens,
+        kv_bytes_per_token=one_more.kv_read_bytes - work.kv_read_bytes,
+        floor_tpot_s=floor,
+        floor_tokens_per_s=1 / floor,
+        bound=ceilings.bound(work),
+    )
 
 
 def _processor_name() -> str:

@@ -105,6 +105,11 @@ class LLM:
         return self.model.spec
 
     @property
+    def engine(self) -> Engine:
+        """The loop behind this interface."""
+        return self._engine
+
+    @property
     def stats(self) -> EngineStats:
         return self._engine.stats
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from gapless.cli.output import note
 from gapless.errors import RequestError
 from gapless.sampling import SamplingParams
 from gapless.units import parse_bytes
@@ -29,7 +30,7 @@ required_model_argument = click.argument("model")
 class EngineOptions:
     """How the model is run; None leaves the choice to gapless."""
 
-    executor: str = "cpu"
+    executor: Literal["cpu", "reference"] = "cpu"
     threads: int | None = None
     isa: str | None = None
     kv_dtype: str | None = None
@@ -38,9 +39,12 @@ class EngineOptions:
     kv_memory: str | None = None
     depth: int | None = None
     max_step_tokens: int | None = None
+    policy: str | None = None
+    float_weights: bool = False
 
     def open(self, model: str) -> LLM:
         """Load the model. Raises GaplessError."""
+        from gapless.cli.progress import downloading
         from gapless.llm import LLM
 
         given = {
@@ -52,9 +56,12 @@ class EngineOptions:
             "kv_memory_bytes": None if self.kv_memory is None else parse_bytes(self.kv_memory, "kv-memory"),
             "depth": self.depth,
             "max_step_tokens": self.max_step_tokens,
+            "policy": self.policy,
+            "float_weights": self.float_weights or None,
         }
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return LLM(model, executor=self.executor, **chosen)
+        with downloading(model) as bar:
+            return LLM(model, executor=self.executor, progress=note, download=bar, **chosen)
 
 
 _POSITIVE = click.IntRange(min=1)
@@ -62,12 +69,14 @@ _POSITIVE = click.IntRange(min=1)
 _ENGINE = (
     click.option("--threads", type=_POSITIVE, metavar="N", help="Compute threads  [default: the cores allowed]"),
     click.option("--isa", metavar="NAME", help="Instruction set of the kernels  [default: the best of this machine]"),
-    click.option("--kv-dtype", type=click.Choice(["f16", "q8"]), help="Type of cached keys and values."),
+    click.option("--kv-dtype", type=click.Choice(["f16", "f32", "q8"]), help="Type of cached keys and values."),
     click.option("--context", type=_POSITIVE, metavar="TOKENS", help="Longest request  [default: the model's]"),
     click.option("--max-running", type=_POSITIVE, metavar="N", help="Requests that run at once."),
     click.option("--kv-memory", metavar="SIZE", help="Memory for cached keys and values, like 2GiB."),
     click.option("--depth", type=_POSITIVE, metavar="N", help="Steps in flight."),
     click.option("--max-step-tokens", type=_POSITIVE, metavar="N", help="Token budget of a step."),
+    click.option("--policy", type=click.Choice(["fcfs", "priority"]), help="Who goes first  [default: fcfs]"),
+    click.option("--float-weights", is_flag=True, help="Compute in float32 whatever the file has."),
     click.option(
         "--executor", type=click.Choice(["cpu", "reference"]), default="cpu", show_default=True,
         help="What computes: compiled kernels, or plain NumPy to check them by (slow).",
