@@ -50,6 +50,7 @@ class Request:
     landed: int = 0  # positions whose computation has landed
     in_flight: int = 0  # spans launched and not landed
     sampling_in_flight: int = 0  # of them, those that bring a token
+    last_step: int = -1  # the latest step that it was planned in
     cached_pages: int = 0  # leading pages that are in the prefix tree through this request
     cacheable: bool = True  # False once another request has cached the same tokens first
     prefix_hits: int = 0  # prompt tokens that were found computed when it was admitted

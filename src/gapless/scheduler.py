@@ -6,8 +6,8 @@ Pages of a finished request are given away at once for the same reason; its slot
 its last step has landed.
 
 Fairness: decodes go first and take one token each; ``arrivals_share`` of the budget is kept for prompts while any
-wait; decodes that do not fit go first in the next step. So a decode waits at most ceil(decodes / (budget - share))
-steps, and the oldest prompt gets at least ``arrivals_share`` tokens in every step.
+wait; where decodes do not fit, those that have waited longest go. So a decode waits at most
+ceil(decodes / (budget - share)) steps, and the oldest prompt gets at least ``arrivals_share`` tokens in every step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Scheduler:
         self._free_slots = list(range(capacity.n_slots - 1, -1, -1))
         self._in_flight: deque[StepPlan] = deque()
         self._left_now: list[Request] = []  # preempted while the present step is planned
-        self._postponed: set[int] = set()  # decodes that did not fit the step before
         self._n_arrivals = 0
         self._n_steps = 0
         self.n_preemptions = 0
@@ -159,6 +158,7 @@ class Scheduler:
         for span in plan.spans:
             request = self._requests[span.request_id]
             request.planned = span.end
+            request.last_step = plan.step_id
             request.in_flight += 1
             request.sampling_in_flight += span.sample
         return plan
@@ -169,10 +169,9 @@ class Scheduler:
 
     def _plan_decodes(self, spans: list[Span], left: int, allowed: int, samples: int) -> tuple[int, int]:
         ready = [r for r in self._running if r.n_expected - r.planned == 1 and r.n_expected < r.limit]
-        if self._postponed:
-            ready.sort(key=lambda r: r.request_id not in self._postponed)
         room = min(max(allowed, 1), samples)
-        self._postponed = {r.request_id for r in ready[room:]}
+        if len(ready) > room:
+            ready.sort(key=lambda r: r.last_step)
         for request in ready[:room]:
             if request.state is not State.RUNNING or not self._grow(request, request.planned + 1):
                 continue
