@@ -134,7 +134,7 @@ def adjust(
         x = np.where(used, np.where(x > 0, x / penalty, x * penalty), x)
     x = np.where(counts > 0, x - f32(params.frequency_penalty) * counts.astype(np.float32), x)
     x = clean(np.where(counts > 0, x - f32(params.presence_penalty), x))
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         for token, bias in params.logit_bias.items():
             if 0 <= token < vocab:
                 x[token] += f32(bias)

@@ -40,8 +40,8 @@ from gapless.kernels.cpu.sample_record import (
     N_REPORTED,
     N_SUPPRESS,
     N_TOP,
-    PARTIALS,
     PARTIAL_WORDS,
+    PARTIALS,
     POSITION,
     PRESENCE,
     REPETITION,
@@ -61,6 +61,7 @@ from gapless.kernels.cpu.sample_record import (
     VOCAB,
 )
 from gapless.kernels.sampling_reference import PHILOX_MULTIPLIERS, PHILOX_ROUNDS, PHILOX_WEYL
+
 
 @jit
 def uniform(seed, position):  # type: ignore[no-untyped-def]
@@ -92,11 +93,7 @@ def suppressed(record):  # type: ignore[no-untyped-def]
 
 @jit
 def penalised(record):  # type: ignore[no-untyped-def]
-    return (
-        ld_f64(record + REPETITION) != 1.0
-        or ld_f64(record + PRESENCE) != 0.0
-        or ld_f64(record + FREQUENCY) != 0.0
-    )
+    return ld_f64(record + REPETITION) != 1.0 or ld_f64(record + PRESENCE) != 0.0 or ld_f64(record + FREQUENCY) != 0.0
 
 
 @jit

@@ -1,15 +1,16 @@
 """Where top_k, top_p and the reported top tokens end, without sorting the vocabulary.
 
 A cut is a pair (bound, last_tie): it keeps x > bound, and x == bound with id <= last_tie. It is found by
-bisection on the value, a vectorised count or sum each time, until the band in doubt holds at most ``BAND`` tokens;
-only those are sorted. Sums of weights are exact, so the cut is the one that a full sort gives.
+bisection, a vectorised count or sum each time, until the band in doubt holds at most ``BAND`` tokens; only those are
+sorted. Sums of weights are exact, so the cut is the one that a full sort gives. Logits of a model are told apart in a
+dozen passes; equal or nearly equal ones, as of a constant row, in at most ``VALUE_STEPS`` + 32.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from gapless.kernels.cpu.mem import ld_f32, ld_i64
+from gapless.kernels.cpu.mem import bits_f32, ld_f32, ld_i64
 from gapless.kernels.cpu.sample_passes import (
     LARGEST,
     collect,
@@ -17,11 +18,25 @@ from gapless.kernels.cpu.sample_passes import (
     jit,
     mass_above,
     nth_equal,
+    rank_of,
     sort_keys,
 )
-from gapless.kernels.cpu.sample_record import BAND, MAX_KEYS, MAX_TOP
+from gapless.kernels.cpu.sample_record import BAND
 from gapless.kernels.sampling_reference import LOWEST_Z
 
+VALUE_STEPS = 16
+
+
+@jit
+def middle_of(low, high, step):  # type: ignore[no-untyped-def]
+    """A float between two: halfway by value at first, then halfway in the order of all floats, which comes to an end.
+
+    It is one of the two if none lies between.
+    """
+    if step < VALUE_STEPS:
+        return np.float32((np.float64(low) + np.float64(high)) * 0.5)
+    rank = (rank_of(low) + rank_of(high)) >> 1
+    return bits_f32(rank if rank >= 0 else 0x7FFFFFFF - rank)
 
 
 @jit
@@ -42,8 +57,10 @@ def narrow_count(x, n, want, low, n_low, high):  # type: ignore[no-untyped-def]
     Returns low, high and both counts. The band holds at most BAND tokens, or only tokens equal to ``high``.
     """
     n_high = 0
+    step = 0
     while n_low - n_high > BAND:
-        middle = np.float32((np.float64(low) + np.float64(high)) * 0.5)
+        middle = middle_of(low, high, step)
+        step += 1
         if middle <= low or middle >= high:
             break
         count = count_above(x, n, middle)
@@ -80,8 +97,10 @@ def cut_mass(x, n, w, keys, target, low, n_low, high):  # type: ignore[no-untype
     """The cut that keeps the shortest prefix in order whose weight reaches ``target`` <= weight(x > low)."""
     n_high = 0
     mass = 0.0
+    step = 0
     while n_low - n_high > BAND:
-        middle = np.float32((np.float64(low) + np.float64(high)) * 0.5)
+        middle = middle_of(low, high, step)
+        step += 1
         if middle <= low or middle >= high:
             break
         count, above = mass_above(x, w, n, middle)
@@ -117,8 +136,8 @@ def top_keys(x, n, keys, want, largest):  # type: ignore[no-untyped-def]
     reach = -LOWEST_Z
     low = largest
     count = 0
-    while count < want and low > np.float32(-LARGEST):
-        low = np.float32(largest - min(reach, 2.0 * LARGEST))
+    while count < want and low >= np.float32(-LARGEST):
+        low = np.float32(largest - min(reach, 3.0 * LARGEST))
         count = count_above(x, n, low)
         reach *= 4.0
     want = min(want, count)

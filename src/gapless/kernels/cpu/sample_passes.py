@@ -254,11 +254,16 @@ def draw(w, sums, n, target):  # type: ignore[no-untyped-def]
 
 
 @jit
+def rank_of(value):  # type: ignore[no-untyped-def]
+    """An integer of 32 bits that rises with the value, in steps of one from each float32 to the next; 0 for 0."""
+    bits = f32_bits(value + np.float32(0.0))  # turns -0 into +0
+    return bits if bits < 0x80000000 else 0x7FFFFFFF - bits
+
+
+@jit
 def order_key(value, token):  # type: ignore[no-untyped-def]
     """An int64 that rises with the order (value falling, id rising)."""
-    bits = f32_bits(value + np.float32(0.0))  # turns -0 into +0
-    rank = bits if bits < 0x80000000 else 0x7FFFFFFF - bits
-    return ((-rank - 1) << 32) | token
+    return ((-rank_of(value) - 1) << 32) | token
 
 
 @jit
@@ -312,7 +317,7 @@ def sort_keys(keys, count):  # type: ignore[no-untyped-def]
                 st_i64(keys + 8 * j, ld_i64(keys + 8 * (j - gap)))
                 j -= gap
             st_i64(keys + 8 * j, key)
-        gap = (gap - 1) * 4 // 9 if gap > 1 else 0
+        gap = gap * 4 // 9
 
 
 @jit

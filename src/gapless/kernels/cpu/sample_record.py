@@ -1,4 +1,21 @@
-"""The sampling record of a row: what the host fills and the compiled sampler reads and answers. No Numba here."""
+"""The sampling record of a row: what the host fills and the compiled sampler reads and answers. No Numba here.
+
+**Record.** ``SAMPLE_PARAMS`` describes it. ``fill_record`` fills one for each slot when its request is admitted. Each
+step copies the records of its samples to memory of its own, sets ``position`` and the result addresses there, and
+gives the address of each copy in ``abi.SAMPLE_RECORDS``. So the results of a step (``token``, ``chosen``,
+``n_reported`` and the arrays at ``top_ids`` and ``top``) stay readable while the next step runs.
+
+**Operations.** ``argmax``, a barrier, then ``sample``, on the same words (``sample_words``). Threads share the
+vocabulary of every row that is plain greedy (temperature 0 without log-probabilities, penalties, bias or suppressed
+ids), so that a single row is quick too; rows that need more go one to a thread. A greedy row is one pass over its
+logits; a draw costs four more passes over 4 bytes a token, a cut some twelve.
+
+**Token.** It goes to ``token`` of the record, and as an int32 to ``tokens[position]``, the request's slot, where the
+next step embeds it before the host has seen it.
+
+**Penalties** count the ids in the slot up to ``position`` anew at each step, so a token of a step in flight is counted
+and a preempted request needs no state. That is a scan of the request's ids; without penalties none is made.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +100,14 @@ int64[max_step_samples][n_threads][PARTIAL_WORDS] for an argmax shared by the th
 def fill_record(record: npt.NDArray[Any], admission: Admission, tokens_at: int) -> tuple[Any, ...]:
     """Fill a slot's record (a view of one SAMPLE_PARAMS). Returns arrays that it points to: keep them.
 
-    Position and result addresses are set before each step.
+    Position and result addresses are set before each step. Ids that no vocabulary has are left out.
     """
     p = admission.sampling
-    suppress = np.asarray(admission.suppress, np.int32)
-    bias_ids = np.fromiter(p.logit_bias.keys(), np.int32, len(p.logit_bias))
-    bias = np.fromiter(p.logit_bias.values(), np.float32, len(p.logit_bias))
+    suppress = np.array([i for i in admission.suppress if _may_be_id(i)], np.int32)
+    biased = {i: value for i, value in p.logit_bias.items() if _may_be_id(i)}
+    bias_ids = np.array(list(biased), np.int32)
+    with np.errstate(over="ignore"):
+        bias = np.array(list(biased.values()), np.float64).astype(np.float32)
     record[:] = np.zeros((), SAMPLE_PARAMS)
     values = {
         "temperature": p.temperature,
@@ -113,6 +132,10 @@ def fill_record(record: npt.NDArray[Any], admission: Admission, tokens_at: int) 
     for name, value in values.items():
         record[name] = value
     return suppress, bias_ids, bias
+
+
+def _may_be_id(token: int) -> bool:
+    return 0 <= token < 1 << 31
 
 
 def sample_words(logits: int, row_bytes: int, vocab: int, tape: Tape) -> dict[int, int]:
