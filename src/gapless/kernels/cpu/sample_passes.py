@@ -43,7 +43,7 @@ from gapless.kernels.cpu.vec import (
     vstore,
 )
 
-jit = njit(error_model="numpy", nogil=True)
+jit = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 LARGEST = ref.LARGEST
 NEG_INF = float("-inf")
