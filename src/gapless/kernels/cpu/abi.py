@@ -136,3 +136,25 @@ PROBE_DATA = OP_ARGS
 PROBE_BYTES = OP_ARGS + 1
 PROBE_ROUNDS = OP_ARGS + 2
 PROBE_OUT = OP_ARGS + 3  # 1024 bytes for each thread
+
+# route, dispatch, gather, combine: routed experts. Row r of the gathered rows belongs to one (token, rank).
+MOE_SCORES = OP_ARGS  # router's scores, float32 rows
+MOE_SCORES_STRIDE = OP_ARGS + 1
+MOE_EXPERTS = OP_ARGS + 2
+MOE_TOP_K = OP_ARGS + 3
+MOE_RENORMALIZE = OP_ARGS + 4
+MOE_IDS = OP_ARGS + 5  # int32[token][rank]: the expert
+MOE_SHARES = OP_ARGS + 6  # float32[token][rank]
+MOE_PLACES = OP_ARGS + 7  # int32[token][rank]: the gathered row
+MOE_TOKENS = OP_ARGS + 8  # int32[row]: the token
+MOE_RANGES = OP_ARGS + 9  # int64[expert][2]: first row and count; then (0, all rows)
+MOE_X = OP_ARGS + 10  # gather: rows copied from; combine: the experts' outputs
+MOE_X_STRIDE = OP_ARGS + 11
+MOE_Y = OP_ARGS + 12
+MOE_Y_STRIDE = OP_ARGS + 13
+MOE_BYTES = OP_ARGS + 14  # gather: of a row
+MOE_XD = OP_ARGS + 15  # a second set of rows to gather, or 0
+MOE_XD_STRIDE = OP_ARGS + 16
+MOE_YD = OP_ARGS + 17
+MOE_YD_STRIDE = OP_ARGS + 18
+MOE_YD_BYTES = OP_ARGS + 19

@@ -16,7 +16,7 @@ from typing import Any
 from gapless.kernels.cpu import isa
 
 FORMAT = 1  # of what a build writes; raise it to make old caches stale
-MODULES = ("walk", "linear", "elementwise", "attention", "sample")
+MODULES = ("walk", "linear", "elementwise", "attention", "sample", "experts")
 
 
 def target_settings(target: isa.Isa) -> dict[str, str]:

@@ -160,7 +160,88 @@ class RecordOps:
         spec: ExpertSpec,
         activation: Activation,
     ) -> Node:
-        raise NotImplementedError
+        routing = self._route(x, router, spec)
+        gathered = self._gather(x, self._weights.is_float((gate[0], up[0])), spec, routing)
+        hidden = self._expert_products(gathered, gate, up, down, spec, activation, routing)
+        out = self._tape.rows("branch", down.shape[1])
+        combine = routing | {
+            abi.MOE_X: hidden.address,
+            abi.MOE_X_STRIDE: hidden.stride,
+            abi.MOE_Y: out.address,
+            abi.MOE_Y_STRIDE: out.stride,
+            abi.MOE_BYTES: out.stride,
+        }
+        self._tape.emit("combine", combine)
+        return out
+
+    def _route(self, x: Node, router: WeightTensor, spec: ExpertSpec) -> dict[int, int]:
+        """Choose experts and places of rows; returns the words that the routing operations share."""
+        scores = self._tape.rows("router", spec.n_experts)
+        self._product(Product(x, (router,), (None,)), scores)
+        n = self._tape.limits.step_tokens * spec.top_k
+        words = {
+            abi.MOE_SCORES: scores.address,
+            abi.MOE_SCORES_STRIDE: scores.stride,
+            abi.MOE_EXPERTS: spec.n_experts,
+            abi.MOE_TOP_K: spec.top_k,
+            abi.MOE_RENORMALIZE: int(spec.renormalize),
+            abi.MOE_IDS: self._tape.table("experts.ids", 4 * n),
+            abi.MOE_SHARES: self._tape.table("experts.shares", 4 * n),
+            abi.MOE_PLACES: self._tape.table("experts.places", 4 * n),
+            abi.MOE_TOKENS: self._tape.table("experts.tokens", 4 * n),
+            abi.MOE_RANGES: self._tape.table("experts.ranges", 16 * (spec.n_experts + 1)),
+        }
+        self._tape.emit("route", words)
+        self._tape.emit("dispatch", words)
+        return words
+
+    def _gather(self, x: Node, as_float: bool, spec: ExpertSpec, routing: dict[int, int]) -> Rows | Quantised:
+        fed = self._feed(x, as_float)
+        words = routing | {abi.MOE_X: fed.address, abi.MOE_X_STRIDE: fed.stride, abi.MOE_BYTES: fed.stride}
+        out: Rows | Quantised
+        if isinstance(fed, Rows):
+            out = self._tape.rows("gathered", fed.width, times=spec.top_k)
+        else:
+            out = self._tape.quantised("gathered.int8", fed.stride, times=spec.top_k)
+            words |= {
+                abi.MOE_XD: fed.scales,
+                abi.MOE_XD_STRIDE: fed.scales_stride,
+                abi.MOE_YD: out.scales,
+                abi.MOE_YD_STRIDE: out.scales_stride,
+                abi.MOE_YD_BYTES: fed.scales_stride,
+            }
+        self._tape.emit("gather", words | {abi.MOE_Y: out.address, abi.MOE_Y_STRIDE: out.stride})
+        return out
+
+    def _expert_products(
+        self,
+        gathered: Rows | Quantised,
+        gate: WeightTensor,
+        up: WeightTensor,
+        down: WeightTensor,
+        spec: ExpertSpec,
+        activation: Activation,
+        routing: dict[int, int],
+    ) -> Rows:
+        """All gated products, then all outputs: experts do not wait for each other."""
+        hidden: Rows | Quantised
+        if self._weights.is_float((down[0],)):
+            hidden = self._tape.rows("experts.hidden", spec.d_ff, times=spec.top_k)
+        else:
+            hidden = self._tape.quantised("experts.hidden.int8", spec.d_ff, times=spec.top_k)
+        out = self._tape.rows("experts.out", down.shape[1], times=spec.top_k)
+        last = spec.n_experts - 1
+        for e in range(spec.n_experts):
+            rows = routing[abi.MOE_RANGES] + 16 * e
+            packed = self._weights.interleaved(gate[e], up[e])
+            words = self._fed_words(gathered, packed) | self._gated_words(activation) | _gated_target(hidden)
+            self._tape.emit(f"gated_{packed.shape.layout}", words | {abi.OP_ROWS: rows}, barrier=e == last)
+        for e in range(spec.n_experts):
+            rows = routing[abi.MOE_RANGES] + 16 * e
+            packed = self._weights.stacked((down[e],))
+            words = self._fed_words(hidden, packed) | {abi.LIN_Y: out.address, abi.LIN_Y_STRIDE: out.stride}
+            self._tape.emit(f"linear_{packed.shape.layout}", words | {abi.OP_ROWS: rows}, barrier=e == last)
+        return out
 
     def add(self, x: Node, y: Node) -> Node:
         """In place: the forward has no further use for the old residual."""
@@ -220,8 +301,10 @@ class RecordOps:
             column += sum(w.shape[0] for w in run)
 
     def _linear_words(self, x: Node, packed: PackedMatrix) -> dict[int, int]:
+        return self._fed_words(self._feed(x, packed.shape.is_float), packed)
+
+    def _fed_words(self, fed: Rows | Quantised, packed: PackedMatrix) -> dict[int, int]:
         shape = packed.shape
-        fed = self._feed(x, shape.is_float)
         words = {
             abi.LIN_WEIGHTS: packed.address,
             abi.LIN_PAIR_BYTES: shape.pair_bytes,
@@ -263,21 +346,13 @@ class RecordOps:
             return rows
         assert isinstance(x, Gated)
         rows = self._tape.rows("hidden", x.gate_up.width // 2)
-        self._gated(x, {abi.LIN_Y: rows.address, abi.LIN_Y_STRIDE: rows.stride})
+        self._gated(x, rows)
         return rows
 
     def _quantised(self, x: Node) -> Quantised:
         if isinstance(x, Gated):
             out = self._tape.quantised("hidden.int8", x.gate_up.width // 2)
-            self._gated(
-                x,
-                {
-                    abi.LIN_Y: out.address,
-                    abi.LIN_Y_STRIDE: out.stride,
-                    abi.LIN_YD: out.scales,
-                    abi.LIN_YD_STRIDE: out.scales_stride,
-                },
-            )
+            self._gated(x, out)
             return out
         if isinstance(x, Normed):
             out = self._tape.quantised(_sampled("normed.int8", x.samples), x.x.width, samples=x.samples)
@@ -289,16 +364,19 @@ class RecordOps:
         self._tape.emit("quantise", _source(rows) | _quantised_target(out))
         return out
 
-    def _gated(self, x: Gated, target: dict[int, int]) -> None:
+    def _gated(self, x: Gated, target: Rows | Quantised) -> None:
         gate, up = x.gate_up.weights
         assert all(bias is None for bias in x.gate_up.biases)
         packed = self._weights.interleaved(gate, up)
-        words = self._linear_words(x.gate_up.x, packed) | {
-            abi.LIN_ACTIVATION: ACTIVATIONS[x.activation],
+        words = self._linear_words(x.gate_up.x, packed) | self._gated_words(x.activation) | _gated_target(target)
+        self._tape.emit(f"gated_{packed.shape.layout}", words)
+
+    def _gated_words(self, activation: Activation) -> dict[int, int]:
+        return {
+            abi.LIN_ACTIVATION: ACTIVATIONS[activation],
             abi.LIN_SCRATCH: self._tape.scratch("gated", UNIT_SCRATCH_BYTES),
             abi.LIN_SCRATCH_STRIDE: UNIT_SCRATCH_BYTES,
         }
-        self._tape.emit(f"gated_{packed.shape.layout}", words | target)
 
     def _norm_words(self, node: Normed) -> dict[int, int]:
         return _source(node.x) | {
@@ -323,6 +401,13 @@ def _source(rows: Rows) -> dict[int, int]:
 
 def _target(rows: Rows) -> dict[int, int]:
     return {abi.ROW_Y: rows.address, abi.ROW_Y_STRIDE: rows.stride, abi.ROW_WIDTH: rows.width}
+
+
+def _gated_target(out: Rows | Quantised) -> dict[int, int]:
+    words = {abi.LIN_Y: out.address, abi.LIN_Y_STRIDE: out.stride}
+    if isinstance(out, Quantised):
+        words |= {abi.LIN_YD: out.scales, abi.LIN_YD_STRIDE: out.scales_stride}
+    return words
 
 
 def _quantised_target(out: Quantised) -> dict[int, int]:

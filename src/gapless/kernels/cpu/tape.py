@@ -57,16 +57,13 @@ class Tape:
     def __len__(self) -> int:
         return len(self._ops)
 
-    def emit(self, kernel: str, words: dict[int, int] | Words) -> None:
-        """Append an operation with these words; all threads meet behind it."""
+    def emit(self, kernel: str, words: dict[int, int], *, barrier: bool = True) -> None:
+        """Append an operation with these words; all threads meet behind it unless the next needs nothing of it."""
         op = np.zeros(abi.OP_WORDS, np.int64)
-        if isinstance(words, dict):
-            for index, value in words.items():
-                op[index] = value
-        else:
-            op[:] = words
+        for index, value in words.items():
+            op[index] = value
         op[abi.OP_KERNEL] = self._kernels.address(kernel)
-        op[abi.OP_BARRIER] = 1
+        op[abi.OP_BARRIER] = int(barrier)
         self._ops.append(op)
 
     def finish(self) -> Words:
@@ -75,15 +72,19 @@ class Tape:
         data[:] = self._ops
         return data
 
-    def rows(self, role: str, width: int, *, samples: bool = False) -> Rows:
-        """A float32 buffer for every token, or every sample, of a step."""
+    def rows(self, role: str, width: int, *, samples: bool = False, times: int = 1) -> Rows:
+        """A float32 buffer of ``times`` rows for every token, or every sample, of a step."""
         stride = padded(width) * 4
-        return Rows(self._buffer(role, self._count(samples) * stride), stride, width)
+        return Rows(self._buffer(role, self._count(samples) * times * stride), stride, width)
 
-    def quantised(self, role: str, width: int, *, samples: bool = False) -> Quantised:
-        n, stride, scales_stride = self._count(samples), padded(width), padded(width) // BLOCK * abi.XD_BYTES
+    def quantised(self, role: str, width: int, *, samples: bool = False, times: int = 1) -> Quantised:
+        n, stride, scales_stride = self._count(samples) * times, padded(width), padded(width) // BLOCK * abi.XD_BYTES
         scales = self._buffer(f"{role}.scales", n * scales_stride)
         return Quantised(self._buffer(role, n * stride), stride, scales, scales_stride)
+
+    def table(self, role: str, n_bytes: int) -> int:
+        """Address of so many bytes."""
+        return self._buffer(role, n_bytes)
 
     def scratch(self, role: str, bytes_per_thread: int) -> int:
         """Address of so many bytes for each thread, at that stride."""
