@@ -202,12 +202,10 @@ class ChatTemplate:
     @classmethod
     def from_model(cls, model: LoadedModel, tokenizer: Tokenizer) -> ChatTemplate:
         """Raises ModelError if the model has none."""
-        from gapless.text.tokenizer import read_special_tokens
-
         source = _find_source(model)
         if source is None:
             raise ModelError(f"{model.path}: has no chat template", "use plain prompts, or an instruction-tuned model")
-        tokens = {} if model.gguf is not None else read_special_tokens(model.path)
+        tokens = {} if model.gguf is not None else _special_tokens(model.path)
         eos = model.eos_ids[0] if model.eos_ids else None
         found = {"bos_token": tokenizer.token(model.bos_id), "eos_token": tokenizer.token(eos)}
         return cls(source, found | tokens, str(model.path))
@@ -271,3 +269,18 @@ def _from_json(path: Path) -> str | None:
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """``bos_token`` and the like of tokenizer_config.json, as texts."""
+    from gapless.models.safetensors_file import read_json
+
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.exists() else {}
+    tokens: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens

@@ -99,7 +99,7 @@ class GgufTokenizer:
         if not ids.keys() >= {merge.replace(" ", "", 1) for merge in merges}:
             index, merge = next((i, m) for i, m in enumerate(merges) if m.replace(" ", "", 1) not in ids)
             raise self._error(f"merge {index} ({merge!r}) makes no token of the vocabulary")
-        pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+        pairs: Any = [tuple(merge.split(" ", 1)) for merge in merges]
         hf = HfTokenizer(models.BPE(ids, pairs, ignore_merges=self._pre.whole_pieces))
         hf.pre_tokenizer = self._pre.build()
         if (normalizer := self._pre.normalizer()) is not None:
@@ -126,21 +126,24 @@ class GgufTokenizer:
     def _merges(self) -> list[tuple[str, str]]:
         """Pairs in the order in which they are joined.
 
-        SentencePiece joins, of all neighbours that make a piece, those that make the piece of the best score. So
-        every cut of a piece into two pieces is a merge, and its rank follows from the score.
+        SentencePiece joins, of all neighbours that make a piece, those whose piece has the best score, and of equals
+        the leftmost. So every cut of a piece in two is a merge, and its rank follows from the piece's score. Where
+        pieces share a score (runs of spaces do in Mistral's) the longer one goes first: the leftmost run grows to its
+        full length before the next begins.
         """
         v = self._vocabulary
         ids = v.ids
-        merges: list[tuple[float, int, int, str, str]] = []
+        merges: list[tuple[float, int, int, int, str, str]] = []
         for token, score, kind in zip(v.tokens, v.scores, v.types, strict=True):
             if kind not in (NORMAL, USER_DEFINED):
                 continue
-            for cut in range(1, len(token)):
+            size = len(token)
+            for cut in range(1, size):
                 left, right = token[:cut], token[cut:]
                 if left in ids and right in ids:
-                    merges.append((-score, ids[left], ids[right], left, right))
+                    merges.append((-score, -size, ids[left], ids[right], left, right))
         merges.sort()
-        return [merge[3:] for merge in merges]
+        return [merge[4:] for merge in merges]
 
     # --- both
 
