@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gapless.models.load import load_model
 
 from families import RECORDED, TOKEN_IDS, Array, families, golden_logits, make_hf_folder
 from gapless.arch.spec import ModelSpec, RopeSpec
 from gapless.executor.reference import ReferenceExecutor
+from gapless.models.load import load_model
 from gapless.sampling import SamplingParams
 from gapless.step import Admission, Span, StepPlan
 
@@ -38,9 +38,7 @@ def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("chunk_tokens", [len(TOKEN_IDS), 9, 1])
-def test_logits_in_one_chunk_in_several_and_token_by_token(
-    family: str, folder: Path, chunk_tokens: int
-) -> None:
+def test_logits_in_one_chunk_in_several_and_token_by_token(family: str, folder: Path, chunk_tokens: int) -> None:
     logits = executor(folder).logits(TOKEN_IDS, chunk_tokens=chunk_tokens)
     np.testing.assert_allclose(logits[RECORDED], golden_logits(family), rtol=0, atol=TOLERANCE)
 
@@ -104,9 +102,7 @@ def _experts(**fields: object) -> Change:
         ("qwen3_moe", _experts(renormalize=True)),
     ],
 )
-def test_the_recorded_logits_tell_differences_of_the_families_apart(
-    name: str, change: Change, tmp_path: Path
-) -> None:
+def test_the_recorded_logits_tell_differences_of_the_families_apart(name: str, change: Change, tmp_path: Path) -> None:
     """What these texts could not show, the tests above would not have tested."""
     model = load_model(make_hf_folder(name, tmp_path))
     logits = ReferenceExecutor(change(model.spec), model.weights).logits(TOKEN_IDS)
@@ -117,15 +113,13 @@ def test_transformers_itself(family: str, folder: Path) -> None:
     """Logits of every position and score, and the greedy tokens that follow."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ours = executor(folder)
     with torch.no_grad():
         expected: Array = model(torch.tensor([TOKEN_IDS])).logits[0].numpy()
-        greedy = model.generate(
-            torch.tensor([TOKEN_IDS]), max_new_tokens=8, min_new_tokens=8, do_sample=False
-        )[0, len(TOKEN_IDS) :]
+        greedy = model.generate(torch.tensor([TOKEN_IDS]), max_new_tokens=8, min_new_tokens=8, do_sample=False)[
+            0, len(TOKEN_IDS) :
+        ]
     np.testing.assert_allclose(ours.logits(TOKEN_IDS), expected, rtol=0, atol=TOLERANCE)
     assert generate(ours, 8) == greedy.tolist()
 

@@ -55,9 +55,7 @@ def test_one_decoded_token_of_smollm2() -> None:
     assert work.by_kind[OpKind.EMBED].weight_bytes == 576 * 17 // 16
     assert work.total.kv_read_bytes == 30 * 512 * 2 * 192 * 2
     assert work.total.kv_write_bytes == 30 * 2 * 192 * 2
-    assert work.total.memory_bytes == (
-        work.total.weight_bytes + work.total.kv_read_bytes + work.total.kv_write_bytes
-    )
+    assert work.total.memory_bytes == (work.total.weight_bytes + work.total.kv_read_bytes + work.total.kv_write_bytes)
 
 
 def test_weights_are_read_once_and_arithmetic_grows_with_tokens() -> None:
@@ -98,9 +96,7 @@ def test_attention_sees_what_the_mask_says(window: int | None, span: tuple[int, 
     model = tiny_model(n_layers=1, windows=(window,))
     work = count_step(model.spec, weight_infos(model.weights), [span], kv_element_bytes=1)
     start, count = span
-    seen = [
-        range(0 if window is None else max(0, p + 1 - window), p + 1) for p in range(start, start + count)
-    ]
+    seen = [range(0 if window is None else max(0, p + 1 - window), p + 1) for p in range(start, start + count)]
     pairs, positions = sum(map(len, seen)), len(set().union(*seen))
     assert work.by_kind[OpKind.ATTENTION].flops == pairs * 4 * (4 * 32 + 6)
     assert work.total.kv_read_bytes == positions * 2 * 64

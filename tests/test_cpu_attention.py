@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from cpu_ops import F32, ISA_NAMES, address_of
-from tiny import tiny_model
 
+from cpu_ops import F32, ISA_NAMES, address_of
 from gapless.arch.spec import AttentionSpec, ModelSpec, RopeSpec
 from gapless.executor.cpu_step import Slots, StepMemory
 from gapless.kernels.cpu import abi, kv
@@ -19,6 +18,7 @@ from gapless.kernels.cpu.tape import Limits, Rows, Tape
 from gapless.kernels.reference import PagedKV, rms_norm, rotate
 from gapless.sampling import SamplingParams
 from gapless.step import Admission, Span, StepPlan
+from tiny import tiny_model
 
 MAX_TOKENS = 400
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from cpu_ops import ISA_NAMES, quantised
 from families import RECORDED, TOKEN_IDS, families, golden_logits, make_hf_folder
-from tiny import TinyModel, tiny_model
-
 from gapless.arch.spec import ExpertSpec, map_weights
 from gapless.executor.cpu import CpuExecutor
 from gapless.executor.reference import ReferenceExecutor
@@ -18,6 +17,7 @@ from gapless.models.load import load_model
 from gapless.models.tensor import WeightTensor
 from gapless.sampling import SamplingParams
 from gapless.step import Admission, Span, StepPlan
+from tiny import TinyModel, tiny_model
 
 TOLERANCE = 1e-3  # of logits, as the project promises; most are within a hundredth of it
 

@@ -33,15 +33,11 @@ def text(n: int, seed: int = 1) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, 288, n).tolist())
 
 
-def admit(
-    slot: int, tokens: tuple[int, ...], sampling: SamplingParams = GREEDY, n_prompt: int = 0
-) -> Admission:
+def admit(slot: int, tokens: tuple[int, ...], sampling: SamplingParams = GREEDY, n_prompt: int = 0) -> Admission:
     return Admission(slot, 100 + slot, tokens, n_prompt or len(tokens), sampling, seed=slot)
 
 
-def run(
-    executor: ReferenceExecutor, *spans: Span, admissions: tuple[Admission, ...] = ()
-) -> list[SampledToken]:
+def run(executor: ReferenceExecutor, *spans: Span, admissions: tuple[Admission, ...] = ()) -> list[SampledToken]:
     executor.launch(StepPlan(0, admissions, spans))
     return list(executor.land().tokens)
 
@@ -250,8 +246,6 @@ def test_rotation_turns_pairs_and_leaves_the_rest() -> None:
 
 def test_activations() -> None:
     x = np.array([-200, -3, -1, 0, 1, 3, 200], np.float32)
-    np.testing.assert_allclose(
-        activate(x, "silu"), [0, -0.142278, -0.268941, 0, 0.731059, 2.857722, 200], atol=1e-6
-    )
+    np.testing.assert_allclose(activate(x, "silu"), [0, -0.142278, -0.268941, 0, 0.731059, 2.857722, 200], atol=1e-6)
     gelu = [0, -0.003637, -0.158808, 0, 0.841192, 2.996363, 200]
     np.testing.assert_allclose(activate(x, "gelu_tanh"), gelu, atol=1e-5)

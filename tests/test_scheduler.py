@@ -6,10 +6,10 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from fake_executor import EOS, VOCAB, FakeExecutor, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_executor import EOS, VOCAB, FakeExecutor, oracle
 from gapless.errors import RequestError
 from gapless.policy import by_name
 from gapless.request import Request
@@ -263,7 +263,7 @@ def test_priorities_displace() -> None:
     harness.drain()
     assert low.preemptions == 1
     assert high.preemptions == 0
-    assert list(harness.ended)[0] == high.request_id
+    assert next(iter(harness.ended)) == high.request_id
 
 
 def test_aborting_while_a_step_is_in_flight() -> None:

@@ -53,9 +53,7 @@ def tiny_model(
     rope = RopeSpec(tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2)))
     layers = tuple(
         LayerSpec(
-            AttentionSpec(
-                n_heads, n_kv_heads, head_dim, head_dim**-0.5, rope, windows[i % len(windows)], softcap
-            ),
+            AttentionSpec(n_heads, n_kv_heads, head_dim, head_dim**-0.5, rope, windows[i % len(windows)], softcap),
             d_ff,
             experts,
         )
@@ -94,9 +92,7 @@ class _Draw:
         return float_weight(next(self._names), 1 + np.float32(0.2) * noise)
 
 
-def _layer(
-    draw: _Draw, spec: ModelSpec, layer: LayerSpec, bias: bool, qk_norm: bool
-) -> LayerWeights[WeightTensor]:
+def _layer(draw: _Draw, spec: ModelSpec, layer: LayerSpec, bias: bool, qk_norm: bool) -> LayerWeights[WeightTensor]:
     a, d = layer.attention, spec.d_model
     stack = () if layer.experts is None else (layer.experts.n_experts,)
     d_ff = layer.d_ff if layer.experts is None else layer.experts.d_ff
