@@ -35,7 +35,7 @@ class Routing:
     ) -> None:
         self.kernels, self.threads = kernels, threads
         n, experts = scores.shape
-        self.scores = aligned((n, experts + 5))
+        self.scores = aligned((n, -(-experts // 32) * 32))
         self.scores[:, :experts] = scores
         self.ids, self.shares = aligned((n, top_k), np.int32), aligned((n, top_k))
         self.places, self.tokens = aligned((n, top_k), np.int32), aligned((n * top_k,), np.int32)

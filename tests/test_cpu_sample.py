@@ -236,6 +236,17 @@ def test_any_small_row(isa: str, row: Row) -> None:
     check(load_kernels(select(isa), None, MODULES), [row], padding=3)
 
 
+@pytest.mark.parametrize("isa", ISA_NAMES)
+@given(st.integers(0, 2**32), st.sampled_from([1, 31, 32, 511, 513, 3000]), requests(), st.sampled_from([1e-4, 1, 30]))
+def test_any_long_row(isa: str, seed: int, vocab: int, params: SamplingParams, spread: float) -> None:
+    logits = gaussian(vocab, spread, seed)
+    if seed % 3 == 0:
+        logits = np.round(logits * 2)
+    ids = rng(seed).integers(0, vocab, (3, 50))
+    prompt, output, suppress = (tuple(row[: seed % 51].tolist()) for row in ids)
+    check(load_kernels(select(isa), None, MODULES), [Row(logits, params, seed, (0, *prompt), output, suppress)])
+
+
 def mixed_rows(vocab: int) -> list[Row]:
     """As many as there are requests, plain greedy ones between others."""
     return [

@@ -1,5 +1,11 @@
 """Routed experts: which rows go where. The products themselves are those of ``linear`` over ranges of rows.
 
+``route`` gives each token its experts and their shares; ``dispatch`` sorts the (token, rank) pairs by expert into
+one run of rows, ``top_k`` for each token of the step; ``gather`` copies activations to those rows. The products of an
+expert take its part of them: their ``OP_ROWS`` is the address of the expert's pair (first row, count) in
+``MOE_RANGES``, which ``dispatch`` writes in each step, so an expert without tokens costs a look at its count.
+``combine`` brings the outputs back to their tokens.
+
 A token's experts are chosen from its own scores and its outputs are summed by rank, so what else is in the step
 changes nothing but the place of its rows.
 """
@@ -33,22 +39,25 @@ from gapless.kernels.cpu.abi import (
     N_TOKENS,
 )
 from gapless.kernels.cpu.mem import ld_f32, ld_i32, ld_i64, st_f32, st_i32, st_i64
-from gapless.kernels.cpu.vec import VL, exp_f32, vfma, vload, vmul, vsplat, vstore
+from gapless.kernels.cpu.vec import VL, vexp, vfma, vload, vmul, vsplat, vstore, vsub
 
-jit = njit(error_model="numpy", nogil=True)
+jit = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit
 def choose_experts(scores, n, top_k, renormalize, ids, shares):  # type: ignore[no-untyped-def]
-    """Softmax of ``n`` scores in place; the ``top_k`` largest go out by rank, the lower id first among equals."""
+    """The ``top_k`` largest of ``n`` scores by rank, the lower id first among equals, with their softmax.
+
+    The scores' row is overwritten, whole vectors of it.
+    """
     largest = ld_f32(scores)
     for e in range(1, n):
         largest = max(largest, ld_f32(scores + 4 * e))
+    for e in range(0, n, VL):
+        vstore(scores + 4 * e, vexp(vsub(vload(scores + 4 * e), vsplat(largest))))
     total = np.float32(0.0)
     for e in range(n):
-        weight = exp_f32(ld_f32(scores + 4 * e) - largest)
-        st_f32(scores + 4 * e, weight)
-        total += weight
+        total += ld_f32(scores + 4 * e)
     chosen = np.float32(0.0)
     for rank in range(top_k):
         best = 0

@@ -13,7 +13,6 @@ from gapless.kernels.cpu.abi import N_SAMPLES, SAMPLE_RECORDS
 from gapless.kernels.cpu.mem import ld_f32, ld_f64, ld_i32, ld_i64, st_f32, st_f64, st_i32, st_i64
 from gapless.kernels.cpu.sample_cuts import cut_count, cut_mass, floor_bound, top_keys
 from gapless.kernels.cpu.sample_passes import (
-    BLOCK,
     LARGEST,
     NEG_INF,
     clean,
@@ -47,6 +46,7 @@ from gapless.kernels.cpu.sample_record import (
     REPETITION,
     REPORT,
     ROW_BYTES,
+    SAMPLE_BLOCK,
     SCRATCH,
     SCRATCH_STRIDE,
     SEED,
@@ -220,10 +220,10 @@ def argmax_range(logits, lo, hi, out):  # type: ignore[no-untyped-def]
     largest = np.float32(NEG_INF)
     start = lo
     while start < hi:
-        end = min(start + BLOCK, hi)
+        end = min(start + SAMPLE_BLOCK, hi)
         value = np.float32(NEG_INF)
-        if end - start == BLOCK:
-            value = min(row_max(logits + 4 * start, BLOCK), np.float32(LARGEST))
+        if end - start == SAMPLE_BLOCK:
+            value = min(row_max(logits + 4 * start, SAMPLE_BLOCK), np.float32(LARGEST))
         else:
             for i in range(start, end):
                 value = max(clean(ld_f32(logits + 4 * i)), value)
@@ -267,12 +267,12 @@ def commit(record, token):  # type: ignore[no-untyped-def]
 @jit
 def sample_row_kernel(logits, vocab, record, scratch):  # type: ignore[no-untyped-def]
     """Sample float32 ``logits[vocab]`` by the SAMPLE_PARAMS at ``record``; see ``scratch_bytes``."""
-    n = (vocab + BLOCK - 1) // BLOCK * BLOCK
+    n = (vocab + SAMPLE_BLOCK - 1) // SAMPLE_BLOCK * SAMPLE_BLOCK
     x = scratch
     w = x + 4 * n
     marks = w + 4 * n
     sums = marks + 4 * n
-    keys = sums + 8 * (n // BLOCK)
+    keys = sums + 8 * (n // SAMPLE_BLOCK)
     if plain_greedy(record):
         argmax_range(logits, 0, vocab, keys)
         token = ld_i64(keys + 8)
@@ -299,7 +299,7 @@ def op_argmax(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
     logits = ld_i64(op + 8 * LOGITS)
     vocab = ld_i64(op + 8 * VOCAB)
     records = ld_i64(step + 8 * SAMPLE_RECORDS)
-    share = (vocab // BLOCK + n_threads) // n_threads * BLOCK
+    share = (vocab // SAMPLE_BLOCK + n_threads) // n_threads * SAMPLE_BLOCK
     lo = min(tid * share, vocab)
     hi = min(lo + share, vocab)
     for row in range(ld_i64(step + 8 * N_SAMPLES)):
