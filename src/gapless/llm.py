@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -183,7 +184,8 @@ class LLM:
         pieces: asyncio.Queue[StreamPiece] = asyncio.Queue()
 
         def arrived(_: int, piece: StreamPiece) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+            with contextlib.suppress(RuntimeError):  # the event loop has been closed over the stream
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         sinks = [_Collector(self, i, sampling, 0, arrived) for i in range(sampling.n)]
         requests = self._submit(ids, sampling, sinks, 0)
@@ -320,11 +322,13 @@ class _Collector(Sink):
         if not self._live:
             return False
         self._unreported.append(token)
+        if self.error is not None:
+            return True
         return self._push(self._detokenizer.push(token), len(c.token_ids) > self._sampling.min_tokens)
 
     def on_finish(self, reason: FinishReason, error: Exception | None) -> None:
         c = self.completion
-        self.error = error
+        self.error = self.error or error
         if not self._live:
             c.text = self._tokenizer.decode(c.token_ids)
         elif self._stops is None or self._stops.found is None:
@@ -351,7 +355,10 @@ class _Collector(Sink):
         self.completion.text += piece
         if self._on_text is not None and (piece or reason is not None):
             tokens, self._unreported = tuple(self._unreported), []
-            self._on_text(self._number, StreamPiece(self.completion.index, piece, tokens, reason))
+            try:
+                self._on_text(self._number, StreamPiece(self.completion.index, piece, tokens, reason))
+            except Exception as problem:  # the caller's own: its request ends, the others go on
+                self.error, self._on_text = problem, None
 
 
 class _Background:

@@ -25,7 +25,9 @@ FEW_UNITS = 8
 
 
 def page_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> int:
-    """Bytes of one page of all layers."""
+    """Bytes of one page of all layers. Raises GaplessError for an unknown type."""
+    if kv_dtype not in get_args(KvDtype):
+        raise GaplessError(f"kv_dtype = {kv_dtype!r} is not known", f"choose one of {', '.join(get_args(KvDtype))}")
     return sum(layer_page_bytes(layer.attention, kv_dtype) for layer in spec.layers)
 
 
@@ -49,8 +51,6 @@ class KvPool:
     def __init__(
         self, spec: ModelSpec, kv_dtype: KvDtype, n_pages: int, context_tokens: int, arena: Arena, tape: Tape
     ) -> None:
-        if kv_dtype not in get_args(KvDtype):
-            raise GaplessError(f"kv_dtype = {kv_dtype!r} is not known", f"choose one of {', '.join(get_args(KvDtype))}")
         self._kind = KERNEL_KINDS[kv_dtype]
         self._dtype = kv_dtype
         self._context = context_tokens

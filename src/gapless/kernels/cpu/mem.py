@@ -147,6 +147,18 @@ def pause(typingctx):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def yield_core(typingctx):  # type: ignore[no-untyped-def]
+    """Let another thread of the machine have this core (POSIX ``sched_yield``)."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        fn = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), "sched_yield")
+        builder.call(fn, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def cycles(typingctx):  # type: ignore[no-untyped-def]
     """The processor's time-stamp counter."""
 

@@ -14,7 +14,9 @@ from gapless.kernels.cpu.abi import (
     OP_KERNEL,
     OP_WORDS,
 )
-from gapless.kernels.cpu.mem import atomic_add, atomic_load, atomic_store, call_kernel, ld_i64, pause, st_i64
+from gapless.kernels.cpu.mem import atomic_add, atomic_load, atomic_store, call_kernel, ld_i64, pause, st_i64, yield_core
+
+PATIENT_LOOKS = 4000  # some tens of nanoseconds each: longer than any operation is out of step by itself
 
 
 @njit(inline="always")
@@ -22,8 +24,13 @@ def barrier(counter, n_threads):  # type: ignore[no-untyped-def]
     """Wait until all threads have come. ``counter`` only grows: it needs no reset between uses."""
     if n_threads > 1:
         target = (atomic_add(counter, 1) // n_threads + 1) * n_threads
+        looks = 0
         while atomic_load(counter) < target:
             pause()
+            looks += 1
+            # Whoever is missing may be waiting for this very core.
+            if looks >= PATIENT_LOOKS:
+                yield_core()
 
 
 @njit
