@@ -80,7 +80,7 @@ def run_once(llm: LLM, prompts: Sequence[Sequence[int]], output_tokens: int) -> 
     for clock in clocks:
         if clock.error is not None:
             raise clock.error
-    busy, inside = (now - then for now, then in zip((engine.stats.busy_s, engine.stats.executor_s), before, strict=True))
+    busy, inside = engine.stats.busy_s - before[0], engine.stats.executor_s - before[1]
     return _summary(clocks, started, sum(map(len, prompts)), 1.0 - inside / busy)
 
 

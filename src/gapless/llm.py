@@ -146,9 +146,7 @@ class LLM:
         ids = [self._ids(prompt) for prompt in several]
         for tokens in ids:
             self.scheduler.validate(len(tokens))
-        collectors = [
-            [_Collector(self, i, s, number, on_text) for i in range(s.n)] for number, s in enumerate(chosen)
-        ]
+        collectors = [[_Collector(self, i, s, number, on_text) for i in range(s.n)] for number, s in enumerate(chosen)]
         requests = [
             request
             for prompt, sampling, sinks in zip(ids, chosen, collectors, strict=True)
@@ -255,9 +253,7 @@ class LLM:
             )
         return ids
 
-    def _submit(
-        self, prompt: list[int], sampling: SamplingParams, sinks: Sequence[Sink], priority: int
-    ) -> list[int]:
+    def _submit(self, prompt: list[int], sampling: SamplingParams, sinks: Sequence[Sink], priority: int) -> list[int]:
         stops = frozenset(self.model.eos_ids)
         return self._engine.submit(prompt, sampling, sinks, stop_ids=stops, priority=priority)
 

@@ -54,9 +54,7 @@ class SchedulerConfig:
 class Scheduler:
     """Plans steps and takes their results. ``plan`` and ``commit`` alternate as the executor's depth allows."""
 
-    def __init__(
-        self, capacity: Capacity, policy: Policy | None = None, config: SchedulerConfig | None = None
-    ) -> None:
+    def __init__(self, capacity: Capacity, policy: Policy | None = None, config: SchedulerConfig | None = None) -> None:
         config = config or SchedulerConfig()
         self.capacity = capacity
         self.cache = PageCache(capacity.n_pages, capacity.page_tokens)
@@ -89,7 +87,7 @@ class Scheduler:
         self._enqueue(request)
 
     def validate(self, n_prompt: int) -> int:
-        """The most tokens, prompt and answer, that a request may have. Raises RequestError if its prompt is too long."""
+        """The most tokens, prompt and answer, of a request. Raises RequestError if its prompt is too long."""
         capacity = self.capacity
         most = min(capacity.context_tokens, capacity.n_pages * capacity.page_tokens)
         if n_prompt == 0:

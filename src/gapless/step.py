@@ -41,7 +41,7 @@ class Span(NamedTuple):
     request_id: int
     slot: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks a span for
     pages: tuple[int, ...]
     sample: bool
 

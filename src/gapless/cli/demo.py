@@ -76,8 +76,9 @@ def _explain(r: dict[str, Any]) -> None:
         f"first token after {format_si(r['ttft_s'], 's')}; the model was ready in {format_si(r['load_s'], 's')}."
     )
     click.echo(
-        f"A step took {format_si(r['step_s'], 's')}. This machine needs at least {format_si(r['floor_step_s'], 's')} for "
-        f"{reads}: that is what limits it. {100 * r['host_share']:.1f}% went to the host."
+        f"A step took {format_si(r['step_s'], 's')}. This machine needs at least "
+        f"{format_si(r['floor_step_s'], 's')} for {reads}: that is what limits it. "
+        f"{100 * r['host_share']:.1f}% went to the host."
     )
     click.echo("\nTry next:")
     for line in (

@@ -11,9 +11,9 @@ from gapless.units import format_bytes, format_si
 
 @click.command("doctor")
 @click.argument("model", required=False)
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Compute threads  [default: the cores allowed]")
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Compute threads  [default: allowed cores]")
 @click.option("--isa", metavar="NAME", help="Instruction set  [default: the best of this machine]")
-@click.option("--context", type=click.IntRange(min=0), default=0, metavar="TOKENS", help="Tokens before the floor's one.")
+@click.option("--context", type=click.IntRange(min=0), default=0, metavar="TOKENS", help="Tokens before this one.")
 @json_option
 def command(model: str | None, threads: int | None, isa: str | None, context: int, as_json: bool) -> None:
     """What this machine offers, measured, and the least time that a model's token takes on it.

@@ -22,7 +22,7 @@ from gapless.sampling import SamplingParams
 @click.command("generate")
 @model_argument
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to go on from (repeatable).")
-@click.option("--prompt-file", "files", multiple=True, metavar="PATH", help="The same from a file; - is standard input.")
+@click.option("--prompt-file", "files", multiple=True, metavar="PATH", help="The same from a file; - is stdin.")
 @click.option("--chat", is_flag=True, help="Put each prompt as a question, in the model's chat format.")
 @sampling_options(max_tokens=256)
 @engine_options

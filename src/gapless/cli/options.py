@@ -89,7 +89,7 @@ def engine_options(command: Command) -> Command:
     return _gather(command, _ENGINE, EngineOptions, "engine")
 
 
-class _Bias(click.ParamType):
+class _Bias(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     name = "ID=BIAS"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
@@ -106,17 +106,18 @@ _SAMPLING = (
     click.option("--min-tokens", type=int, metavar="N", help="Shortest answer before it may end."),
     click.option("--temperature", type=float, metavar="T", help="0 is greedy  [default: 1]"),
     click.option("--top-k", type=int, metavar="K", help="Sample among the K most likely tokens; 0 for all."),
-    click.option("--top-p", type=float, metavar="P", help="Sample among the most likely tokens of joint probability P."),
-    click.option("--min-p", type=float, metavar="P", help="Drop tokens below P times the most likely one's probability."),
+    click.option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens of joint probability P."),
+    click.option("--min-p", type=float, metavar="P", help="Drop tokens below P times the likeliest one's probability."),
     click.option("--repetition-penalty", type=float, metavar="X", help="Divide the scores of tokens already there."),
-    click.option("--presence-penalty", type=float, metavar="X", help="Subtract from the scores of tokens already written."),
+    click.option("--presence-penalty", type=float, metavar="X", help="Subtract from scores of tokens already written."),
     click.option("--frequency-penalty", type=float, metavar="X", help="Subtract for each time a token was written."),
     click.option("--logit-bias", type=_Bias(), multiple=True, help="Add BIAS to a token's score (repeatable)."),
     click.option("--seed", type=int, metavar="N", help="Same seed, same tokens."),
     click.option("--logprobs", type=int, metavar="N", help="Report log-probabilities, with the N most likely tokens."),
     click.option("--n", "n", type=int, metavar="N", help="Samples of each prompt."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."),
-    click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, metavar="ID", help="End after this token (repeatable)."),
+    click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, metavar="ID",
+                 help="End after this token (repeatable)."),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end."),
 )  # fmt: skip
 
@@ -135,7 +136,7 @@ def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
 
 def _gather(command: Command, options: tuple[Any, ...], make: Callable[..., Any], name: str) -> Command:
     """Decorate with the options and pass what they make as the one argument ``name``."""
-    probe: list[click.Parameter] = click.command()(functools.reduce(lambda f, add: add(f), options, lambda: None)).params
+    probe: list[click.Parameter] = click.command()(functools.reduce(lambda f, add: add(f), options, _nothing)).params
     fields = [parameter.name for parameter in probe if parameter.name is not None]
 
     @functools.wraps(command)
@@ -145,6 +146,10 @@ def _gather(command: Command, options: tuple[Any, ...], make: Callable[..., Any]
     for option in reversed(options):
         inner = option(inner)
     return inner
+
+
+def _nothing() -> None:
+    """What options are tried on."""
 
 
 def read_prompts(prompts: tuple[str, ...], files: tuple[str, ...]) -> list[str]:

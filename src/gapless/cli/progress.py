@@ -13,7 +13,7 @@ def downloading(name: str) -> Iterator[Progress]:
     """Yields a callback of (bytes done, bytes in all); the bar appears with its first call."""
     from tqdm import tqdm
 
-    bar: tqdm | None = None  # type: ignore[type-arg]
+    bar: tqdm | None = None
 
     def update(done: int, total: int) -> None:
         nonlocal bar

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -155,7 +156,8 @@ class CpuExecutor:
             first += len(scores)
         return np.concatenate(out)
 
-    def _score_chunks(self, token_ids: Sequence[int]):  # type: ignore[no-untyped-def]
+    def _score_chunks(self, token_ids: Sequence[int]) -> Iterator[F32]:
+        """Logits of runs of positions; each is overwritten by the next."""
         n = len(token_ids)
         if not 0 < n <= self._capacity.context_tokens:
             raise RequestError(
@@ -178,11 +180,9 @@ class CpuExecutor:
             yield self._logit_rows(count)
 
     def _logit_rows(self, count: int) -> F32:
-        import ctypes
-
         size = count * self._logits.stride
-        raw = (ctypes.c_uint8 * size).from_address(self._logits.address)
-        rows = np.frombuffer(raw, np.float32).reshape(count, -1)
+        raw = memoryview((ctypes.c_uint8 * size).from_address(self._logits.address))
+        rows: F32 = np.frombuffer(raw, np.float32).reshape(count, -1)
         return rows[:, : self._vocab]
 
     def _run(self, memory: StepMemory) -> None:
@@ -197,7 +197,7 @@ class CpuExecutor:
 class _Runner:
     """Runs steps one after the other on a thread of its own."""
 
-    def __init__(self, run) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, run: Callable[[StepMemory], None]) -> None:
         self._run = run
         self._todo: queue.SimpleQueue[StepMemory | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

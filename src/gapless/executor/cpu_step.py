@@ -107,7 +107,8 @@ class StepMemory:
         self._top = arena.take(n_samples * MAX_TOP * 8).view(np.float64).reshape(n_samples, MAX_TOP)
         rows = np.arange(n_samples)
         self._record_addresses[:] = address_of(self._records) + rows * SAMPLE_PARAMS.itemsize
-        self._top_addresses = (address_of(self._top_ids) + rows * MAX_TOP * 4, address_of(self._top) + rows * MAX_TOP * 8)
+        top_ids, top = address_of(self._top_ids), address_of(self._top)
+        self._top_addresses = (top_ids + rows * MAX_TOP * 4, top + rows * MAX_TOP * 8)
 
     @property
     def address(self) -> int:

@@ -96,8 +96,7 @@ class StepCounter:
         alike = Counter(zip(spec.layers, weights.layers, strict=True))
         self._bare = replace(spec, layers=()), replace(weights, layers=())
         self._kinds = [
-            (replace(spec, layers=(layer,)), replace(weights, layers=(w,)), n)
-            for (layer, w), n in alike.items()
+            (replace(spec, layers=(layer,)), replace(weights, layers=(w,)), n) for (layer, w), n in alike.items()
         ]
 
     def count(self, spans: Sequence[tuple[int, int]], n_samples: int | None = None) -> StepWork:
@@ -107,9 +106,7 @@ class StepCounter:
         total = {kind: list(sums) for kind, sums in bare.items()}
         for spec, weights, n in self._kinds:
             for kind, sums in self._tally(spans, samples, spec, weights).items():
-                total[kind] = [
-                    t + n * (x - x0) for t, x, x0 in zip(total[kind], sums, bare[kind], strict=True)
-                ]
+                total[kind] = [t + n * (x - x0) for t, x, x0 in zip(total[kind], sums, bare[kind], strict=True)]
         by_kind = {kind: self._work(sums) for kind, sums in total.items()}
         return StepWork(by_kind, sum(by_kind.values(), Work()))
 
@@ -177,9 +174,7 @@ class CountOps:
         self._add(OpKind.NORM, flops=4 * x.size, weight_bytes=weight.nbytes, activations=2 * x.size)
         return x
 
-    def linear(
-        self, x: Extent, weights: tuple[WeightInfo, ...], biases: tuple[WeightInfo | None, ...]
-    ) -> Extent:
+    def linear(self, x: Extent, weights: tuple[WeightInfo, ...], biases: tuple[WeightInfo | None, ...]) -> Extent:
         out = Extent(x.rows, sum(w.shape[0] for w in weights))
         present = [b for b in biases if b is not None]
         self._add(
@@ -216,9 +211,7 @@ class CountOps:
         pairs, positions = self._seen(a.window)
         # A pair: q . k and its part of the values; scale, subtract, exp, sum, divide, compare; a capping.
         per_pair = a.n_heads * (4 * a.head_dim + 6 + (3 if a.softcap is not None else 0))
-        self._add(
-            OpKind.ATTENTION, flops=pairs * per_pair, kv_read=2 * positions * a.kv_dim, activations=2 * q.size
-        )
+        self._add(OpKind.ATTENTION, flops=pairs * per_pair, kv_read=2 * positions * a.kv_dim, activations=2 * q.size)
         return q
 
     def gated(self, gate_up: Extent, activation: Activation) -> Extent:

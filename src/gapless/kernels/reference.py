@@ -114,9 +114,7 @@ class ReferenceOps:
     def norm(self, x: Array, weight: WeightTensor, eps: float) -> Array:
         return rms_norm(x, self._dense(weight), eps)
 
-    def linear(
-        self, x: Array, weights: tuple[WeightTensor, ...], biases: tuple[WeightTensor | None, ...]
-    ) -> Array:
+    def linear(self, x: Array, weights: tuple[WeightTensor, ...], biases: tuple[WeightTensor | None, ...]) -> Array:
         parts = [matmul(x, self._dense(w)) for w in weights]
         for part, bias in zip(parts, biases, strict=True):
             if bias is not None:

@@ -84,9 +84,7 @@ class Assembler:
             k_norm=self._optional_norm(n.k_norm.format(i=i), a.head_dim),
             post_attn_norm=self._norm(n.post_attn_norm.format(i=i), d) if post else None,
             post_ffn_norm=self._norm(n.post_ffn_norm.format(i=i), d) if post else None,
-            router=None
-            if layer.experts is None
-            else self._get(n.router.format(i=i), (layer.experts.n_experts, d)),
+            router=None if layer.experts is None else self._get(n.router.format(i=i), (layer.experts.n_experts, d)),
         )
 
     def _qkv(self, i: int, layer: LayerSpec) -> tuple[WeightTensor, WeightTensor, WeightTensor]:
@@ -128,7 +126,7 @@ class Assembler:
             raise ModelFileError(f"{self._where}: tensor {name!r} is missing", "download the model again")
         if tensor.shape != shape:
             raise ModelFileError(
-                f"{self._where}: tensor {name!r} has the shape {list(tensor.shape)}, its description says {list(shape)}",
+                f"{self._where}: tensor {name!r} has the shape {list(tensor.shape)}, described as {list(shape)}",
                 "use an unmodified copy of the model",
             )
         return tensor

@@ -28,7 +28,9 @@ MAX_DIMENSIONS = 4
 MAX_ELEMENTS = 1 << 48
 REMEDY = "download the file again"
 
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALARS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
 _STRING, _ARRAY = 8, 9
 # ggml_type numbers of ggml.h.
 _TYPES = {

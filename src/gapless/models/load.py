@@ -78,9 +78,7 @@ def _load_gguf(path: Path) -> LoadedModel:
     ids = {key: _token_id(file.get(f"tokenizer.ggml.{key}_token_id")) for key in ("bos", "eos", "eot", "eom")}
     eos = tuple(dict.fromkeys(i for key in ("eos", "eot", "eom") if (i := ids[key]) is not None))
     name = file.get("general.name")
-    return LoadedModel(
-        name if isinstance(name, str) else path.stem, path, "gguf", spec, weights, ids["bos"], eos, file
-    )
+    return LoadedModel(name if isinstance(name, str) else path.stem, path, "gguf", spec, weights, ids["bos"], eos, file)
 
 
 def _load_folder(folder: Path) -> LoadedModel:
@@ -114,5 +112,3 @@ def _token_id(value: object) -> int | None:
 def _token_ids(value: object) -> list[int]:
     values = value if isinstance(value, list) else [value]
     return [i for v in values if (i := _token_id(v)) is not None]
-
-

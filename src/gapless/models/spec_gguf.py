@@ -148,7 +148,7 @@ class _Builder:
         tensor = self.tensors.get("rope_freqs.weight") or self.tensors.get(f"{kind}.weight")
         if tensor is None:
             return None
-        values = tensor.float32().reshape(-1).tolist()
+        values: list[float] = tensor.float32().reshape(-1).tolist()
         if len(values) != rotary // 2 or not all(1e-6 < v < 1e6 for v in values):
             raise self.f.error(tensor.name, f"{len(values)} values", f"{rotary // 2} positive numbers")
         return values

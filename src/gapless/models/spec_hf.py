@@ -126,9 +126,12 @@ class _Builder:
         if types is not None:
             if not isinstance(types, list) or len(types) <= i or not isinstance(types[i], str):
                 raise f.error("layer_types", types, "a list with an entry for each layer")
-            return types[i] == "sliding_attention"
+            return bool(types[i] == "sliding_attention")
         if self.family.startswith("qwen"):
-            return i >= f.raw("max_window_layers", 0)
+            first = f.raw("max_window_layers", 0)
+            if type(first) is not int:
+                raise f.error("max_window_layers", first, "a whole number")
+            return i >= first
         if self.family == "gemma2":
             return i % 2 == 0
         if self.family == "gemma3_text":
@@ -220,5 +223,3 @@ class _Builder:
             fields.number("beta_slow", 1.0),
             fields.optional_number("attention_factor"),
         )
-
-

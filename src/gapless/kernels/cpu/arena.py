@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -43,10 +44,9 @@ def _map(n_bytes: int) -> npt.NDArray[np.uint8]:
             f"cannot reserve {size} bytes of memory ({problem})", "use a smaller model, context or cache"
         ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        # Without huge pages in the operating system it is slower, not wrong.
+        with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without huge pages: slower, not wrong
     return np.frombuffer(memory, np.uint8)
 
 

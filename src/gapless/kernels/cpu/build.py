@@ -47,9 +47,9 @@ def compile_module(name: str, out: Path) -> None:
     machine: Any = None
     for kernel, (function, n_args) in module.KERNELS.items():
         signature = types.void(*[types.int64] * n_args)
-        compiled = njit(
-            signature, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
-        )(function)
+        compiled = njit(signature, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(
+            function
+        )
         result = compiled.overloads[signature.args]
         library = result.library
         machine = library.codegen._tm

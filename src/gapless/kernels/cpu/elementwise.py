@@ -197,7 +197,7 @@ def _embed(layout: Layout, read: Any) -> Any:
     return embed
 
 
-# Readers of one value: of input ``i`` of a block, at a group's quants, with the row's scale (and minimum) at ``halves``.
+# Readers of one value: input ``i`` of a block, at a group's quants, with the row's scale and minimum at ``halves``.
 
 
 @inline

@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from gapless.kernels.cpu.abi import PROBE_BYTES, PROBE_DATA, PROBE_OUT, PROBE_ROUNDS
 from gapless.kernels.cpu.mem import I64, ld_i64
-from gapless.kernels.cpu.tiles import VB, Dot, VBYTES
+from gapless.kernels.cpu.tiles import VB, VBYTES, Dot
 from gapless.kernels.cpu.vec import VI, load_at, store_at
 
 READ_STREAMS = 8
@@ -31,7 +31,7 @@ def _counted(body: Any, state: list[Any], b: Any, count: Any, step: int) -> list
         phi.add_incoming(next_, b.block)
     b.cbranch(b.icmp_signed("<", following, count), loop, done)
     b.position_at_end(done)
-    return results
+    return list(results)
 
 
 @intrinsic
@@ -43,9 +43,7 @@ def read_all(typingctx, data, n_bytes, out):  # type: ignore[no-untyped-def]
 
         def body(i: Any, sums: list[Any]) -> list[Any]:
             at = b.add(start, i)
-            return [
-                b.xor(v, load_at(b, b.add(at, ir.Constant(I64, k * VBYTES)), VI, 4)) for k, v in enumerate(sums)
-            ]
+            return [b.xor(v, load_at(b, b.add(at, ir.Constant(I64, k * VBYTES)), VI, 4)) for k, v in enumerate(sums)]
 
         zeros = [ir.Constant(VI, [0] * VI.count)] * READ_STREAMS
         sums = _counted(body, zeros, b, size, READ_STREAMS * VBYTES)
@@ -65,9 +63,7 @@ def multiply_all(typingctx, data, rounds, out):  # type: ignore[no-untyped-def]
         dot = Dot(b, unsigned_weights=True)
         weight = dot.weight(load_at(b, start, VB, 4))
         x = load_at(b, b.add(start, ir.Constant(I64, VBYTES)), VI, 4)
-        sums = _counted(
-            lambda i, sums: [dot.add(v, weight, x) for v in sums], [dot.zero(None)] * DOT_SUMS, b, count, 1
-        )
+        sums = _counted(lambda i, sums: [dot.add(v, weight, x) for v in sums], [dot.zero(None)] * DOT_SUMS, b, count, 1)
         for k, v in enumerate(sums):
             store_at(b, dot.finish(v), b.add(target, ir.Constant(I64, k * VBYTES)), 4)
         return context.get_dummy_value()

@@ -324,8 +324,7 @@ class RecordOps:
         import numpy as np
 
         parts = [
-            np.zeros(w.shape[0], np.float32) if b is None else b.float32()
-            for w, b in zip(weights, biases, strict=True)
+            np.zeros(w.shape[0], np.float32) if b is None else b.float32() for w, b in zip(weights, biases, strict=True)
         ]
         return self._tape.vector(np.concatenate(parts))
 

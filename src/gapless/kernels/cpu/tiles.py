@@ -84,9 +84,7 @@ class Dot:
             n //= 2
             pick = lambda k, m=n: ir.Constant(ir.VectorType(I32, m), [2 * i + k for i in range(m)])  # noqa: E731
             undef = ir.Constant(products.type, ir.Undefined)
-            products = b.add(
-                b.shuffle_vector(products, undef, pick(0)), b.shuffle_vector(products, undef, pick(1))
-            )
+            products = b.add(b.shuffle_vector(products, undef, pick(0)), b.shuffle_vector(products, undef, pick(1)))
         return products
 
 
@@ -239,7 +237,8 @@ def float_tile(layout: Layout, n_tokens: int) -> Any:
 def _prefetch(b: Any, addr: Any, n_bytes: int) -> None:
     """Fetch the cache lines that the loop will read PREFETCH_BYTES later."""
     ptr = I8.as_pointer()
-    fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), [ptr, I32, I32, I32]), "llvm.prefetch.p0")
+    kind = ir.FunctionType(ir.VoidType(), [ptr, I32, I32, I32])
+    fn = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     for line in range(0, n_bytes, 64):
         at = b.inttoptr(b.add(addr, c64(PREFETCH_BYTES + line)), ptr)
         b.call(fn, [at, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])

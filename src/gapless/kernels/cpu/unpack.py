@@ -58,7 +58,7 @@ def unpack(tensor: WeightTensor, layout: Layout) -> Blocks:
     return Blocks(blocks.quants, blocks.scales, np.zeros_like(blocks.scales))
 
 
-def _records(tensor: WeightTensor, *fields: tuple[str, Any]) -> npt.NDArray[Any]:
+def _records(tensor: WeightTensor, *fields: tuple[Any, ...]) -> npt.NDArray[Any]:
     """The rows as (rows, blocks) of a packed structure."""
     return np.ascontiguousarray(tensor.data).view(np.dtype([*fields]))
 
@@ -69,7 +69,7 @@ def _nibbles(pairs: Bytes) -> Bytes:
 
 def _pair_up(quants: Bytes) -> Bytes:
     """(..., 32) values below 16 to (..., 16) bytes of two."""
-    paired: Bytes = quants[..., :16] | quants[..., 16:] << 4
+    paired: Bytes = quants[..., :16] | quants[..., 16:] << np.uint8(4)
     return paired
 
 
@@ -93,7 +93,8 @@ def _q8_0(t: WeightTensor) -> Blocks:
 
 def _fifth_bits(words: npt.NDArray[np.uint32]) -> Bytes:
     bits = words[..., None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)
-    return bits.astype(np.uint8) << 4
+    fifth: Bytes = bits.astype(np.uint8) << np.uint8(4)
+    return fifth
 
 
 def _q5_0(t: WeightTensor) -> Blocks:
@@ -129,7 +130,8 @@ def _k_scales(r: npt.NDArray[Any]) -> tuple[Half, Half]:
 def _k_nibbles(r: npt.NDArray[Any]) -> Bytes:
     """(rows, superblocks, 8, 32): 32 bytes hold two blocks, one in each half."""
     pairs = r["qs"].reshape(*r.shape, 4, 1, 32)
-    return np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*r.shape, 8, 32)
+    blocks: Bytes = np.concatenate([pairs & 15, pairs >> 4], axis=-2)
+    return blocks.reshape(*r.shape, 8, 32)
 
 
 _K_HEAD = (_D, _M, ("scales", "u1", (12,)))

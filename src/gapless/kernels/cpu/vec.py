@@ -36,7 +36,7 @@ vi32 = _Vector(f"vi32x{VL}", VI)
 
 
 @register_model(_Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: _Vector) -> None:
         super().__init__(dmm, fe_type, fe_type.be_type)
 

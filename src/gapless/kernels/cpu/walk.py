@@ -1,4 +1,4 @@
-"""The compiled function that is a step: it walks the tape, and threads meet at a spin barrier after each operation."""
+"""The compiled function that is a step: it walks the tape; threads meet at a spin barrier behind each operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from gapless.kernels.cpu.abi import (
     OP_KERNEL,
     OP_WORDS,
 )
-from gapless.kernels.cpu.mem import atomic_add, atomic_load, atomic_store, call_kernel, ld_i64, pause, st_i64, yield_core
+from gapless.kernels.cpu.mem import (
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    call_kernel,
+    ld_i64,
+    pause,
+    st_i64,
+    yield_core,
+)
 
 PATIENT_LOOKS = 4000  # some tens of nanoseconds each: longer than any operation is out of step by itself
 
