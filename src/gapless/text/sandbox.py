@@ -24,6 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gapless.text import growth
 from gapless.text.budget import Budget, OverBudget, check_number
 
+MAX_NODES = 20_000  # of a template's syntax; known models' have some thousands
+
 # Names of the filters that the rewriting puts in: no template can spell them.
 _TURN, _EACH, _READ, _WRITE, _SLICED = " turn", " each", " read", " write", " sliced"
 # Filters that look at a list without looking into its items, those that compare the items, and those that make text.
@@ -74,7 +76,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        _instrument(tree)
+        if _instrument(tree) > MAX_NODES:
+            raise jinja2.TemplateAssertionError("it has too many parts", 1)
         tree.set_environment(self)
         return tree
 
