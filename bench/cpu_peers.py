@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ from peers.engines import (
     EngineError,
     Gapless,
     Peer,
+    gapless_engine,
     llama_cpp_peers,
     measure,
     openvino_peers,
@@ -31,6 +31,7 @@ from peers.engines import (
 from peers.install import install
 
 FORMATS = ("Q4_0", "Q4_1", "Q8_0")
+DOCTOR = ["doctor", "--json"]
 Samples = dict[str, dict[str, list[dict[str, Any]]]]  # case -> engine -> samples
 
 
@@ -72,8 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-dtype", default="bfloat16", help="(%(default)s)")
     parser.add_argument("--openvino-properties", default="{}", help="OpenVINO properties as a JSON object")
     parser.add_argument("--skip-ours", action="store_true", help="measure the peers alone")
-    parser.add_argument("--gapless", help="the gapless command (the one beside this Python, else on PATH)")
-    parser.add_argument("--gapless-options", default="", help="more options for `gapless bench`")
+    parser.add_argument("--python", default=sys.executable, help="a Python that has gapless (%(default)s)")
     parser.add_argument(
         "--wait-quiet",
         type=float,
@@ -86,19 +86,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def gapless_command(args: argparse.Namespace) -> list[str]:
-    if args.gapless:
-        return str(args.gapless).split()
-    beside = Path(sys.executable).with_name("gapless")
-    found = str(beside) if beside.exists() else shutil.which("gapless")
-    return [found] if found else [sys.executable, "-m", "gapless"]
-
-
 def model_file(args: argparse.Namespace, cpus: set[int]) -> Path:
     if args.model_file:
         path = Path(args.model_file).expanduser().resolve()
     else:
-        puller = Gapless(gapless_command(args), Path(), cpus, [])
+        puller = Gapless([args.python, "-m", "gapless"], cpus)
         try:
             path = Path(puller.call(["pull", args.model, "--json"])["path"])
         except (EngineError, KeyError, json.JSONDecodeError) as error:
@@ -134,7 +126,7 @@ def started(peers: list[Peer]) -> list[Peer]:
     return alive
 
 
-def sample_all(engines: list[Peer | Gapless], cases: list[Case], runs: int, quiet_s: float) -> Samples:
+def sample_all(engines: list[Peer], cases: list[Case], runs: int, quiet_s: float) -> Samples:
     samples: Samples = {case.name: {engine.name: [] for engine in engines} for case in cases}
     seed = time.time_ns()  # fresh prompts in every run, lest an engine remembers them
     for case in cases:
@@ -255,17 +247,16 @@ def main() -> None:
     peers = make_peers(args, work, model, cpus)
     if args.setup_only:
         return
-    ours = Gapless(gapless_command(args), model, cpus, args.gapless_options.split())
-    doctor = None if args.skip_ours else ours.call(["doctor", "--json"])
-    peers = started(peers)
-    engines: list[Peer | Gapless] = [*([] if args.skip_ours else [ours]), *peers]
+    ours = gapless_engine(work, args.python, model, len(cpus), cpus)
+    doctor = None if args.skip_ours else Gapless([args.python, "-m", "gapless"], cpus).call(DOCTOR)
+    engines = started([*([] if args.skip_ours else [ours]), *peers])
     samples = sample_all(engines, cases, args.runs, args.wait_quiet)
     shown = [row for row in ROWS if row.case in samples]
     summaries = [summary(row, samples, doctor, model) for row in shown]
     show([engine.name for engine in engines], shown, samples, summaries)
     if args.json:
         write_json(args.json, model, cpus, peers, doctor, samples, summaries)
-    if not args.skip_ours and not all(row[ours.name] for row in samples.values()):
+    if not args.skip_ours and not all(row.get(ours.name) for row in samples.values()):
         raise SystemExit("gapless failed in at least one case")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from peers.install import HERE, install, python_of
 
 TEXT = Path(__file__).parent / "data" / "alice.txt"

@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 import random
-import resource
 import select
 import signal
 import subprocess
@@ -114,22 +113,11 @@ class Peer:
 
 @dataclass
 class Gapless:
-    """gapless, through its own benchmark command in a fresh process for each measurement."""
+    """The gapless command, for what it says of the machine."""
 
     command: list[str]
-    model: Path
     cpus: set[int]
-    extra: list[str]
     timeout: float = 900.0
-    name: str = "gapless"
-
-    def measure(self, case: Case, seed: str) -> dict[str, Any]:
-        del seed  # the command draws its own prompts
-        shape = ["--batch", str(case.batch), "--prompt-tokens", str(case.prompt)]
-        length = ["--output-tokens", str(case.output), "--runs", "1", "--json"]
-        before = children_cpu_s()
-        reply = self.call(["bench", str(self.model), *shape, *length, *self.extra])
-        return {**reply, "own_cpu_s": children_cpu_s() - before}
 
     def call(self, arguments: list[str]) -> dict[str, Any]:
         """One command of gapless that prints a JSON object."""
@@ -145,6 +133,12 @@ class Gapless:
             raise EngineError(f"gapless {arguments[0]} exited with {done.returncode}: {tail}")
         reply: dict[str, Any] = json.loads(done.stdout)
         return reply
+
+
+def gapless_engine(work: Path, python: str, model: Path, threads: int, cpus: set[int]) -> Peer:
+    """Ours, as a process like those of the peers."""
+    command = [python, str(HERE / "gapless_worker.py"), "--model", str(model), "--threads", str(threads)]
+    return Peer("gapless", command, cpus, work / "logs" / "gapless.txt")
 
 
 def llama_cpp_peers(work: Path, model: Path, formats: list[str], threads: int, cpus: set[int]) -> list[Peer]:
@@ -195,11 +189,6 @@ def group_cpu_s(group: int) -> float:
     return ticks / TICKS
 
 
-def children_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 def machine_cpu_s() -> float:
     """CPU time spent on the whole machine: all but idle and waiting for disks."""
     with open("/proc/stat") as stat:
@@ -219,7 +208,7 @@ def wait_until_quiet(limit_s: float, busy_share: float = 0.1) -> None:
         print(f"the machine did not get quiet in {limit_s:.0f} s", file=sys.stderr)
 
 
-def measure(engine: Peer | Gapless, case: Case, seed: str, quiet_s: float) -> dict[str, Any]:
+def measure(engine: Peer, case: Case, seed: str, quiet_s: float) -> dict[str, Any]:
     """One sample, with the share of the machine that anything else used meanwhile."""
     wait_until_quiet(quiet_s)
     start, busy = time.monotonic(), machine_cpu_s()
