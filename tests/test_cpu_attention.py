@@ -210,6 +210,38 @@ def test_pages_may_lie_anywhere_and_hold_rubbish(kernels: Kernels) -> None:
     assert np.array_equal(layer.run([scattered], rows), clean)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("n", [20, 200])
+@pytest.mark.parametrize("part", ["queries", "keys", "values"])
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "q8"])
+def test_what_is_not_a_number_stays_so(kernels: Kernels, kv_dtype: kv.KvDtype, part: str, n: int, threads: int) -> None:
+    """A request that overflowed must show it, and must not be handed what another one left in the scratch."""
+    if kernels.isa.cpu == "x86-64" and kv_dtype == "f16" and part != "queries":
+        pytest.skip("halves without a conversion instruction have no NaN")
+    a = attention_spec()
+    layer, rows = Layer(kernels, a, kv_dtype, threads=threads), text(a, n, seed=5)
+    layer.run([whole(n, 0, 0)], text(a, n))
+    columns = {"queries": (0, a.q_dim), "keys": (a.q_dim, a.q_dim + a.kv_dim), "values": (a.q_dim + a.kv_dim, None)}
+    rows[:, slice(*columns[part])] = np.nan
+    assert np.isnan(layer.run([whole(n, 1, 40)], rows)).all()
+    alone = Span(1, 1, n, 1, tuple(range(40, 40 + n // 16 + 1)), False)
+    assert np.isnan(layer.run([alone], np.full((1, layer.width), np.nan, np.float32), admit=False)).all()
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "q8"])
+def test_one_bad_key_spoils_only_those_who_see_it(kernels: Kernels, kv_dtype: kv.KvDtype) -> None:
+    if kernels.isa.cpu == "x86-64" and kv_dtype == "f16":
+        pytest.skip("halves without a conversion instruction have no NaN")
+    a, n, bad = attention_spec(window=40), 200, 131
+    rows = text(a, n)
+    clean = Layer(kernels, a, kv_dtype).run([whole(n)], rows)
+    rows[bad, a.q_dim : a.q_dim + a.kv_dim] = np.nan
+    spoilt = Layer(kernels, a, kv_dtype).run([whole(n)], rows)
+    assert np.isnan(spoilt[bad : bad + 40]).all()
+    assert np.array_equal(spoilt[:bad], clean[:bad])
+    assert np.array_equal(spoilt[bad + 40 :], clean[bad + 40 :])
+
+
 @dataclass
 class Case:
     counts: list[int]

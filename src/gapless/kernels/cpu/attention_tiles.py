@@ -1,24 +1,36 @@
 """Register tiles of attention, as LLVM IR: rows share each load of a key or value vector.
 
 A row's arithmetic is the same in every tile: one fused multiply-add after the other, in the order of the dimensions
-(scores) or of the positions (values).
+(scores) or of the positions (values). Each intrinsic holds tiles of several sizes and takes the size as an argument.
+
+Tiles also fetch ahead, since the processor's own prefetcher stops at each page: a score tile fetches the values that
+lie behind its keys, a value tile the keys at an address that it is given. So the memory works in both phases.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from gapless.kernels.cpu.abi import PAGE_TOKENS
-from gapless.kernels.cpu.mem import I8, I16
+from gapless.kernels.cpu.mem import I8, I16, I32, I64
 from gapless.kernels.cpu.tiles import c64, loop
-from gapless.kernels.cpu.vec import F32, VF, VI, VL, half_to_f32, llvm_call, load_at, splat, store_at
+from gapless.kernels.cpu.vec import F32, VF, VI, VL, half_to_f32, llvm_call, load_at, op, splat, store_at, vf32, vstore
 
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "i8": 1}
-PAGE_VECTORS = PAGE_TOKENS // VL  # of scores
+LINE_BYTES = 64
+
+# Sizes by the registers of the target: 32 of 16 lanes, or 16 of 8. Largest first; a size of 1 is always there.
+SCORE_ROWS = (8, 4, 3, 2, 1) if VL == 16 else (6, 4, 3, 2, 1)
+SCORE_PAGES = 2 if VL == 16 else 1  # pages whose keys a score tile takes together
+VALUE_ROWS = (4, 3, 2, 1)
+VALUE_VECTORS = (4, 3, 2, 1) if VL == 16 else (2, 1)
 
 
 def load_kv(b: Any, addr: Any, kind: str) -> Any:
@@ -34,77 +46,141 @@ def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return llvm_call(b, f"llvm.fma.v{VL}f32", VF, x, y, z)
 
 
-def score_tile(kind: str, n_rows: int, n_pages: int) -> Any:
-    """``tile(q, q_stride, keys0, keys1, dim, out, out_stride)``: dot products of rows with 16 keys of each page.
+def fetch_lines(b: Any, addr: Any, n_bytes: int) -> None:
+    """Fetch the cache lines of ``n_bytes`` at ``addr``, which need not be mapped."""
+    ptr = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [ptr, I32, I32, I32])
+    fn = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    for line in range(0, n_bytes, LINE_BYTES):
+        where = b.inttoptr(b.add(addr, c64(line)), ptr)
+        b.call(fn, [where, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
 
-    ``out`` takes 16 floats for each page, one after the other.
+
+def choose(b: Any, key: Any, cases: Mapping[int, Callable[[], None]]) -> None:
+    """Run the case of that key; the last one for any other."""
+    done = b.append_basic_block("chosen")
+    blocks = {value: b.append_basic_block(f"case{value}") for value in cases}
+    switch = b.switch(key, list(blocks.values())[-1])
+    for value, block in blocks.items():
+        switch.add_case(ir.Constant(I64, value), block)
+        b.position_at_end(block)
+        cases[value]()
+        b.branch(done)
+    b.position_at_end(done)
+
+
+def score_tile(kind: str, n_pages: int) -> Any:
+    """``tile(rows, q, q_stride, keys0, keys1, dim, out, out_stride)``: dot products of rows with 16 keys a page.
+
+    ``rows`` is one of SCORE_ROWS. ``out`` takes 16 floats for each page, one after the other.
     """
-    size = ELEMENT_BYTES[kind]
-    bases = [(page, part) for page in range(n_pages) for part in range(PAGE_VECTORS)]
+    key_bytes = PAGE_TOKENS * ELEMENT_BYTES[kind]  # of one dimension
+    columns = [(page, part) for page in range(n_pages) for part in range(PAGE_TOKENS // VL)]
 
-    def emit(b: Any, q: Any, qs: Any, k0: Any, k1: Any, dim: Any, out: Any, outs: Any) -> None:
+    def emit(b: Any, n_rows: int, q: Any, qs: Any, k0: Any, k1: Any, dim: Any, out: Any, outs: Any) -> None:
         rows = [b.add(q, b.mul(qs, c64(r))) for r in range(n_rows)]
+        pages = (k0, k1)[:n_pages]
+        values = [b.add(page, b.mul(dim, c64(key_bytes))) for page in pages]
 
         def body(d: Any, sums: list[Any]) -> list[Any]:
-            at = b.mul(d, c64(PAGE_TOKENS * size))
-            keys = [load_kv(b, b.add(b.add((k0, k1)[p], at), c64(part * VL * size)), kind) for p, part in bases]
-            values = [splat(b, load_at(b, b.add(row, b.mul(d, c64(4))), F32, 4)) for row in rows]
-            return [
-                fma(b, values[r], keys[c], sums[r * len(bases) + c]) for r in range(n_rows) for c in range(len(bases))
-            ]
+            at = b.mul(d, c64(key_bytes))
+            for value in values:
+                fetch_lines(b, b.add(value, at), key_bytes)
+            part_bytes = VL * ELEMENT_BYTES[kind]
+            keys = [load_kv(b, b.add(b.add(pages[p], at), c64(part * part_bytes)), kind) for p, part in columns]
+            x = [splat(b, load_at(b, b.add(row, b.mul(d, c64(4))), F32, 4)) for row in rows]
+            return [fma(b, x[r], key, sums[r * len(keys) + c]) for r in range(n_rows) for c, key in enumerate(keys)]
 
-        zeros = [ir.Constant(VF, [0.0] * VL)] * (n_rows * len(bases))
-        sums = loop(b, dim, zeros, body)
+        zeros = [ir.Constant(VF, [0.0] * VL)] * (n_rows * len(columns))
+        sums = iter(loop(b, dim, zeros, body))
         for r in range(n_rows):
-            for c in range(len(bases)):
-                store_at(b, sums[r * len(bases) + c], b.add(b.add(out, b.mul(outs, c64(r))), c64(c * VL * 4)))
+            row = b.add(out, b.mul(outs, c64(r)))
+            for c in range(len(columns)):
+                store_at(b, next(sums), b.add(row, c64(c * VL * 4)))
 
     @intrinsic
-    def tile(typingctx, q, qs, k0, k1, dim, out, outs):  # type: ignore[no-untyped-def]
+    def tile(typingctx, rows, q, qs, k0, k1, dim, out, outs):  # type: ignore[no-untyped-def]
         def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            emit(builder, *args)
+            choose(builder, args[0], {n: partial(emit, builder, n, *args[1:]) for n in SCORE_ROWS})
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 8), codegen
 
     return tile
 
 
-def value_tile(kind: str, n_rows: int, n_vectors: int) -> Any:
-    """``tile(p, p_stride, values, dim, acc, acc_stride, n)``: acc += p[row, j] * values[j] over ``n`` positions.
+def value_tile(kind: str) -> Any:
+    """``tile(rows, vectors, p, p_stride, v, dim, acc, acc_stride, n, ahead)``: acc += p[row, j] * v[j], j < n.
 
-    Takes ``n_vectors`` vectors of the dimension ``dim`` of a page.
+    Takes one of VALUE_ROWS and one of VALUE_VECTORS of the dimension ``dim`` of a page; fetches as much at ``ahead``.
     """
     size = ELEMENT_BYTES[kind]
 
-    def emit(b: Any, p: Any, ps: Any, v: Any, dim: Any, acc: Any, accs: Any, n: Any) -> None:
+    def emit(
+        b: Any, n_rows: int, n_vectors: int, p: Any, ps: Any, v: Any, dim: Any, acc: Any, accs: Any, n: Any, ahead: Any
+    ) -> None:
         rows = [b.add(p, b.mul(ps, c64(r))) for r in range(n_rows)]
-        places = [
-            b.add(b.add(acc, b.mul(accs, c64(r))), c64(c * VL * 4)) for r in range(n_rows) for c in range(n_vectors)
-        ]
+        sums = [b.add(acc, b.mul(accs, c64(r))) for r in range(n_rows)]
+        places = [b.add(row, c64(c * VL * 4)) for row in sums for c in range(n_vectors)]
 
         def body(j: Any, sums: list[Any]) -> list[Any]:
-            at = b.add(v, b.mul(b.mul(j, dim), c64(size)))
-            values = [load_kv(b, b.add(at, c64(c * VL * size)), kind) for c in range(n_vectors)]
+            at = b.mul(b.mul(j, dim), c64(size))
+            fetch_lines(b, b.add(ahead, at), n_vectors * VL * size)
+            values = [load_kv(b, b.add(b.add(v, at), c64(c * VL * size)), kind) for c in range(n_vectors)]
             weights = [splat(b, load_at(b, b.add(row, b.mul(j, c64(4))), F32, 4)) for row in rows]
             return [
-                fma(b, weights[r], values[c], sums[r * n_vectors + c])
+                fma(b, weights[r], value, sums[r * n_vectors + c])
                 for r in range(n_rows)
-                for c in range(n_vectors)
+                for c, value in enumerate(values)
             ]
 
-        sums = loop(b, n, [load_at(b, place, VF) for place in places], body)
-        for place, value in zip(places, sums, strict=True):
+        for place, value in zip(places, loop(b, n, [load_at(b, x, VF) for x in places], body), strict=True):
             store_at(b, value, place)
 
     @intrinsic
-    def tile(typingctx, p, ps, v, dim, acc, accs, n):  # type: ignore[no-untyped-def]
+    def tile(typingctx, rows, vectors, p, ps, v, dim, acc, accs, n, ahead):  # type: ignore[no-untyped-def]
         def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            emit(builder, *args)
+            sizes = [(r, c) for r in VALUE_ROWS for c in VALUE_VECTORS]
+            key = builder.add(builder.mul(args[0], c64(8)), args[1])
+            choose(builder, key, {8 * r + c: partial(emit, builder, r, c, *args[2:]) for r, c in sizes})
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 10), codegen
 
     return tile
 
 
+@njit(inline="always")
+def score_rows(left):  # type: ignore[no-untyped-def]
+    """Rows of the next score tile, of so many that are left."""
+    return SCORE_ROWS[0] if left >= SCORE_ROWS[0] else min(left, 4)
+
+
+@njit(inline="always")
+def value_rows(left):  # type: ignore[no-untyped-def]
+    return min(left, 4)
+
+
+@njit(inline="always")
+def value_vectors(left):  # type: ignore[no-untyped-def]
+    """Vectors of the next value tile: five are taken as three and two."""
+    if VL != 16:
+        return min(left, 2)
+    return 3 if left == 5 else min(left, 4)
+
+
+def _load(kind: str) -> Any:
+    return op(vf32, (types.int64,), lambda b, addr: load_kv(b, addr, kind))
+
+
+def widen(kind: str) -> Any:
+    """``widen(source, target, n)``: ``n`` stored numbers as float32, exactly; n is a multiple of 16."""
+    load = _load(kind)
+    size = ELEMENT_BYTES[kind]
+
+    @njit
+    def copy(source, target, n):  # type: ignore[no-untyped-def]
+        for i in range(0, n, VL):
+            vstore(target + 4 * i, load(source + size * i))
+
+    return copy

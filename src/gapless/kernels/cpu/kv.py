@@ -121,9 +121,9 @@ class KvPool:
 
 
 def scratch_bytes(a: AttentionSpec) -> int:
-    """Scratch of one thread: queries, scores, two accumulators and their states, for the rows of a unit."""
+    """Scratch of one thread: for the rows of a unit queries, scores, two accumulators and their states; two pages."""
     dim, rows = _padded(a.head_dim), max(abi.QUERY_ROWS, a.n_heads // a.n_kv_heads)
-    size = rows * (3 * dim * 4 + abi.SPLIT_TOKENS * 4 + 2 * 8)
+    size = rows * (3 * dim * 4 + abi.SPLIT_TOKENS * 4 + 2 * 8) + 2 * abi.PAGE_TOKENS * dim * 4
     return -(-size // 64) * 64
 
 
