@@ -162,8 +162,8 @@ class GgufTokenizer:
         """Tokens that swallow the white space after them. Files do not say; Phi-3's own configuration does."""
         if self._kind != "llama" or self._metadata.get("general.architecture") != "phi3":
             return set()
-        control = {token for token, kind in self._typed() if kind == CONTROL}
-        return control - {"<unk>", "<s>", "<|endoftext|>"} | {"</s>"}
+        named = {token for token, kind in self._typed() if kind in (CONTROL, USER_DEFINED)}
+        return named - {"<unk>", "<s>", "<|endoftext|>"} | {"</s>"}
 
     def _typed(self) -> zip[tuple[str, int]]:
         return zip(self._vocabulary.tokens, self._vocabulary.types, strict=True)

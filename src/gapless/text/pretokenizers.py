@@ -75,7 +75,7 @@ def _cut(expression: str) -> pre_tokenizers.PreTokenizer:
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
 _GROUPS: dict[tuple[str, ...], PreTokenizer] = {
-    ("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "a.x-4.0", "mellum",
+    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "a.x-4.0", "mellum",
      "gigachat"): PreTokenizer(words=True),
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"):
         PreTokenizer((r"\p{N}",), words=True),

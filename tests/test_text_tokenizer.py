@@ -1,0 +1,357 @@
+"""Tokenizers from GGUF metadata and from tokenizer.json: exact ids, exact text, clear errors."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models
+
+from gapless.errors import ModelFileError, UnsupportedModelError
+from gapless.models.gguf_file import GgufFile
+from gapless.text.pretokenizers import PRE_TOKENIZERS
+from gapless.text.spelling import SPACE, byte_alphabet, byte_level
+from gapless.text.tokenizer import Tokenizer
+from tokenizer_data import BYTE, CONTROL, UNUSED, byte_pair_metadata, sentence_piece_metadata
+
+BYTES = {byte: letter for letter, byte in byte_alphabet().items()}
+BYTE_PAIRS = Tokenizer.from_gguf(byte_pair_metadata(), "test")
+SENTENCE_PIECE = Tokenizer.from_gguf(sentence_piece_metadata(), "test")
+
+
+def spelled(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.token(i) for i in ids]
+
+
+# --- the real model
+
+
+@pytest.fixture(scope="module")
+def real(real_model: Path) -> Tokenizer:
+    return Tokenizer.from_gguf(GgufFile(real_model), real_model.name)
+
+
+# As llama.cpp gives them for the same file.
+KNOWN_IDS = {
+    "Hello world": [19556, 905],
+    "The capital of France is": [504, 3575, 282, 4649, 314],
+    "  two  spaces\n\n\tTab": [216, 827, 216, 5600, 1116, 197, 30064],
+    "2024-12-31: 3.14159": [34, 32, 34, 36, 29, 33, 34, 29, 35, 33, 42, 216, 35, 30, 33, 36, 33, 37, 41],
+    "½ ² ﬁ ① café": [16738, 216, 19133, 40367, 216, 173, 235, 250, 37366],
+    "日本語のテキスト": [23274, 115, 40993, 179, 120, 248, 26453, 11100, 224, 10391, 251, 10391, 134, 11100, 226],
+    "<|im_start|>user\nHi<|im_end|>\n": [1, 4093, 198, 26843, 2, 198],
+    "def f(x):\n    return x**2\n": [1604, 275, 24, 104, 727, 472, 1003, 1792, 828, 34, 198],
+    "I'll don't WON'T": [57, 3060, 1326, 982, 408, 2154, 23, 68],
+}
+
+
+@pytest.mark.parametrize("text", KNOWN_IDS)
+def test_known_ids_of_the_real_model(real: Tokenizer, text: str) -> None:
+    ids = real.encode(text)
+    assert ids == KNOWN_IDS[text]
+    assert real.decode(ids, skip_special=False) == text
+
+
+def test_facts_of_the_real_model(real: Tokenizer) -> None:
+    assert (real.vocab_size, real.bos_id) == (49152, 1)
+    assert real.token(2) == "<|im_end|>"
+    assert {0, 1, 2} <= real.special_ids
+
+
+@given(text=st.text(max_size=60))
+def test_any_text_comes_back_from_the_real_model(real: Tokenizer, text: str) -> None:
+    """But for bytes that its vocabulary lacks: of characters that nobody has assigned, and a few rare ones."""
+    text = "".join(c for c in text if all(real.hf.token_to_id(BYTES[byte]) is not None for byte in c.encode()))
+    ids = real.encode(text, parse_special=False)
+    assert real.decode(ids) == text
+
+
+@given(ids=st.lists(st.integers(0, 49151), max_size=30), skip_special=st.booleans())
+def test_the_text_of_any_ids_is_that_of_the_library(real: Tokenizer, ids: list[int], skip_special: bool) -> None:
+    expected = real.hf.decode(ids, skip_special_tokens=skip_special)
+    assert real.decode(ids, skip_special=skip_special) == expected
+
+
+def test_the_real_tokenizer_is_built_at_once(real_model: Path) -> None:
+    def seconds() -> float:
+        metadata = GgufFile(real_model)
+        started = time.process_time()
+        Tokenizer.from_gguf(metadata, "test")
+        return time.process_time() - started
+
+    assert min(seconds() for _ in range(3)) < 0.4  # 0.12 s on a quiet machine
+
+
+# --- byte pairs
+
+
+def test_merges_digits_and_special_tokens() -> None:
+    ids = BYTE_PAIRS.encode("hello hello 123<|end|>")
+    assert spelled(BYTE_PAIRS, ids) == ["hello", "Ġhello", "Ġ", "1", "2", "3", "<|end|>"]
+    assert BYTE_PAIRS.decode(ids) == "hello hello 123"
+    assert BYTE_PAIRS.decode(ids, skip_special=False) == "hello hello 123<|end|>"
+
+
+def test_special_tokens_in_a_text_may_be_read_as_text() -> None:
+    ids = BYTE_PAIRS.encode("<|end|>", parse_special=False)
+    assert 1 not in ids
+    assert BYTE_PAIRS.decode(ids) == "<|end|>"
+    assert BYTE_PAIRS.encode("<|end|>") == [1]
+
+
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "expected"),
+    [("smollm", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False), ("smollm", True, True)],
+)
+def test_bos_comes_where_the_file_or_its_kind_wants_it(pre: str, add_bos: bool | None, expected: bool) -> None:
+    more = {} if add_bos is None else {"add_bos_token": add_bos}
+    tokenizer = Tokenizer.from_gguf(byte_pair_metadata(pre, **more), "test")
+    assert (tokenizer.encode("hello")[0] == 0) == expected
+    assert tokenizer.encode("hello", add_special=False)[0] != 0
+    assert tokenizer.encode("<|begin|>hello").count(0) == 1  # a text that brings its own gets no other
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "I'll go 1234  now\n\n", ["I", "'ll", " go", " 1234", " ", " now", "\n\n"]),
+        ("smollm", "a 12", ["a", " ", "1", "2"]),
+        ("llama-bpe", "WE'LL 12345, it\n\n x", ["WE", "'LL", " ", "123", "45", ",", " it", "\n\n", " x"]),
+        ("qwen2", "WE'LL 123 (x)", ["WE", "'LL", " ", "1", "2", "3", " (", "x", ")"]),
+        ("tekken", "camelCase it's 12/\n", ["camel", "Case", " it", "'s", " ", "1", "2", "/\n"]),
+        ("gpt-4o", "camelCase it's 1234/\n", ["camel", "Case", " it's", " ", "123", "4", "/\n"]),
+        ("deepseek-llm", "ab, 12\nc中文 ", ["ab", ",", " ", "1", "2", "\n", "c", "中文", " "]),
+        ("deepseek-coder", "ab, 12\nc", ["ab", ",", " ", "1", "2", "\n", "c"]),
+        ("deepseek-v3", "ab 1234中文かな!x", ["ab", " ", "123", "4", "中文かな", "!x"]),
+        ("default", "a+b 12345", ["a", "+", "b", " ", "123", "45"]),
+        ("seed-coder", "a 12!\n", ["a", " ", "1", "2", "!", "\n"]),
+    ],
+)
+def test_how_text_is_cut(pre: str, text: str, pieces: list[str]) -> None:
+    found = PRE_TOKENIZERS[pre].build().pre_tokenize_str(text)
+    assert [byte_level(piece).decode() for piece, _ in found] == pieces
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+@given(text=st.text(max_size=30))
+def test_any_text_comes_back_however_it_is_cut(pre: str, text: str) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_pair_metadata(pre), "test")
+    if PRE_TOKENIZERS[pre].nfc:
+        import unicodedata
+
+        text = unicodedata.normalize("NFC", text)
+    assert tokenizer.decode(tokenizer.encode(text, add_special=False, parse_special=False)) == text
+
+
+def test_a_whole_piece_may_go_before_its_merges() -> None:
+    """Llama 3 has tokens that no merges lead to."""
+    more = byte_pair_metadata()
+    tokens = [*more["tokenizer.ggml.tokens"], "whole"]
+    changed = {"tokens": tokens, "token_type": [*more["tokenizer.ggml.token_type"], 1]}
+    whole = Tokenizer.from_gguf(byte_pair_metadata("llama-bpe", **changed), "test")
+    assert spelled(whole, whole.encode("whole", add_special=False)) == ["whole"]
+    merged = Tokenizer.from_gguf(byte_pair_metadata("smaug-bpe", **changed), "test")
+    assert spelled(merged, merged.encode("whole", add_special=False)) == list("whole")
+
+
+# --- SentencePiece
+
+
+def reference_pieces(text: str, scores: dict[str, float]) -> list[str]:
+    """The definition: join the neighbours that make the piece of the best score, the leftmost of equals."""
+    pieces = list(SPACE + text.replace(" ", SPACE)) if text else []
+    while True:
+        joins = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in scores]
+        if not joins:
+            return pieces
+        _, at = min(joins)
+        pieces[at : at + 2] = ["".join(pieces[at : at + 2])]
+
+
+letters = "abc"
+
+
+@given(
+    pieces=st.lists(st.text(letters + SPACE, min_size=2, max_size=5), max_size=25, unique=True),
+    text=st.text(letters + " ", max_size=25),
+)
+def test_pieces_are_joined_by_score(pieces: list[str], text: str) -> None:
+    scores = {piece: -float(index) for index, piece in enumerate(pieces)}
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = ["<unk>", *bytes_, *letters, SPACE, *pieces]
+    tokenizer = Tokenizer.from_gguf(
+        {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.scores": [0.0] * 257 + [-1000.0] * 4 + list(scores.values()),
+            "tokenizer.ggml.token_type": [2] + [BYTE] * 256 + [1] * (4 + len(pieces)),
+        },
+        "test",
+    )
+    ids = tokenizer.encode(text)
+    assert spelled(tokenizer, ids) == reference_pieces(text, scores)
+    assert tokenizer.decode(ids) == text
+
+
+def test_runs_of_spaces_of_one_score_grow_from_the_left() -> None:
+    ids = SENTENCE_PIECE.encode("       d", add_special=False)
+    assert spelled(SENTENCE_PIECE, ids) == ["▁▁▁▁", "▁▁▁▁", "d"]
+
+
+def test_bytes_spaces_and_tokens_of_users() -> None:
+    ids = SENTENCE_PIECE.encode("hello €<user>hello</s>")
+    assert spelled(SENTENCE_PIECE, ids) == [
+        "<s>", "▁hello", "▁", "<0xE2>", "<0x82>", "<0xAC>", "<user>", "▁hello", "</s>"
+    ]  # fmt: skip
+    assert SENTENCE_PIECE.decode(ids) == "hello €<user> hello"
+
+
+def test_no_space_is_put_before_a_text_where_the_file_says_so() -> None:
+    tokenizer = Tokenizer.from_gguf(sentence_piece_metadata(add_space_prefix=False, add_bos_token=False), "test")
+    assert spelled(tokenizer, tokenizer.encode("hello hello")) == ["h", "el", "lo", "▁hello"]
+    assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
+
+
+def test_control_tokens_are_not_made_of_letters() -> None:
+    """With its letters in the vocabulary, ``<s>`` could be joined from pieces."""
+    ids = SENTENCE_PIECE.encode("<s>", add_special=False, parse_special=False)
+    assert spelled(SENTENCE_PIECE, ids) == ["▁", "<", "s", ">"]
+
+
+def test_phi3_swallows_white_space_after_its_tokens() -> None:
+    metadata = sentence_piece_metadata() | {"general.architecture": "phi3"}
+    tokenizer = Tokenizer.from_gguf(metadata, "test")
+    assert spelled(tokenizer, tokenizer.encode("<user>\n hello", add_special=False)) == ["<user>", "▁hello"]
+
+
+@given(text=st.text(max_size=40))
+def test_any_text_comes_back_from_sentence_piece(text: str) -> None:
+    text = text.replace(SPACE, " ")  # which SentencePiece cannot tell from a space
+    ids = SENTENCE_PIECE.encode(text, add_special=False, parse_special=False)
+    assert SENTENCE_PIECE.decode(ids) == text
+
+
+def test_scores_may_be_an_array() -> None:
+    metadata = sentence_piece_metadata()
+    for key in ("scores", "token_type"):
+        metadata[f"tokenizer.ggml.{key}"] = np.array(metadata[f"tokenizer.ggml.{key}"], np.float32)
+    assert Tokenizer.from_gguf(metadata, "test").encode("hello") == SENTENCE_PIECE.encode("hello")
+
+
+# --- bytes of tokens
+
+
+def test_bytes_of_tokens() -> None:
+    assert BYTE_PAIRS.token_bytes(BYTE_PAIRS.encode(" hello")[0]) == b" hello"
+    assert BYTE_PAIRS.token_bytes(0) == b"<|begin|>"
+    assert SENTENCE_PIECE.token_bytes(SENTENCE_PIECE.encode("hello", add_special=False)[0]) == b" hello"
+    assert SENTENCE_PIECE.token_bytes(4 + 0xE2) == b"\xe2"
+    assert BYTE_PAIRS.token_bytes(10**6) == b""
+
+
+@given(text=st.text(max_size=20))
+def test_bytes_of_tokens_make_the_text(text: str) -> None:
+    ids = BYTE_PAIRS.encode(text, parse_special=False)
+    assert b"".join(map(BYTE_PAIRS.token_bytes, ids)) == text.encode()
+
+
+def test_ids_without_a_token_make_no_text() -> None:
+    for tokenizer in (BYTE_PAIRS, SENTENCE_PIECE):
+        assert tokenizer.decode([10**6, -1, 1 << 40]) == ""
+
+
+# --- tokenizer.json
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_PAIRS, SENTENCE_PIECE])
+def test_a_file_is_read_as_it_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.hf.save(str(tmp_path / "tokenizer.json"))
+    loaded = SimpleNamespace(path=tmp_path, gguf=None, bos_id=0, eos_ids=(1, 2))
+    read = Tokenizer.from_model(loaded)  # type: ignore[arg-type]
+    ids = tokenizer.encode("hello, €  hello", add_special=False)
+    assert read.encode("hello, €  hello") == ids
+    assert read.decode(ids) == tokenizer.decode(ids)
+    assert (read.eos_ids, read.bos_id) == ((1, 2), 0)
+    assert read.spelling == tokenizer.spelling
+
+
+def test_a_file_that_cuts_or_pads_texts_does_so_no_more(tmp_path: Path) -> None:
+    hf = HfTokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    hf.enable_truncation(2)
+    hf.enable_padding(length=8)
+    hf.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.from_file(tmp_path / "tokenizer.json").encode("a")) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
+def test_a_broken_file_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match="is no usable tokenizer"):
+        Tokenizer.from_file(path)
+
+
+def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    loaded = SimpleNamespace(path=tmp_path, gguf=None, bos_id=None, eos_ids=())
+    with pytest.raises(ModelFileError, match=r"has no tokenizer\.json; fetch it"):
+        Tokenizer.from_model(loaded)  # type: ignore[arg-type]
+
+
+# --- metadata that is wrong
+
+
+def test_unknown_kinds_are_named_with_what_is_known() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer\.ggml\.pre = 'martian' .*llama-bpe.*smollm"):
+        Tokenizer.from_gguf(byte_pair_metadata("martian"), "m.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer\.ggml\.model = 'rwkv' is not supported; use a model"):
+        Tokenizer.from_gguf(byte_pair_metadata(model="rwkv"), "m.gguf")
+    with pytest.raises(ModelFileError, match=r"m\.gguf: has no tokenizer"):
+        Tokenizer.from_gguf({}, "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"tokens": None}, "tokens is missing"),
+        ({"tokens": []}, "tokens is missing"),
+        ({"tokens": [1, 2]}, "is no list of strings"),
+        ({"merges": None}, "merges is missing"),
+        ({"merges": ["h e", "z z"]}, r"merge 1 \('z z'\) makes no token"),
+        ({"merges": ["hello"]}, "not usable"),
+        ({"merges": ["q hello"]}, "makes no token"),
+        ({"token_type": [1, 2]}, "token_type is no list of"),
+        ({"token_type": "abc"}, "token_type is no list of"),
+    ],
+)
+def test_byte_pairs_that_contradict_themselves(more: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelFileError, match=problem):
+        Tokenizer.from_gguf(byte_pair_metadata(**more), "m.gguf")
+
+
+def test_a_token_may_be_there_twice_only_as_padding() -> None:
+    metadata = sentence_piece_metadata()
+    doubled = {
+        "tokens": [*metadata["tokenizer.ggml.tokens"], "▁hello"],
+        "scores": [*metadata["tokenizer.ggml.scores"], 0.0],
+    }
+    types = metadata["tokenizer.ggml.token_type"]
+    with pytest.raises(ModelFileError, match="'▁hello' is there twice"):
+        Tokenizer.from_gguf(sentence_piece_metadata(**doubled, token_type=[*types, CONTROL]), "m.gguf")
+    doubled["tokens"] = ["<pad>", "<pad>", *metadata["tokenizer.ggml.tokens"]]
+    doubled["scores"] = [0.0, 0.0, *metadata["tokenizer.ggml.scores"]]
+    padded = sentence_piece_metadata(**doubled, token_type=[UNUSED, UNUSED, *types])
+    assert Tokenizer.from_gguf(padded, "m.gguf").encode("hello", add_special=False)
+
+
+@pytest.mark.parametrize("scores", [[1.0], ["a"], 3])
+def test_scores_that_do_not_fit(scores: Any) -> None:
+    with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\.scores is no list of \d+ numbers"):
+        Tokenizer.from_gguf(sentence_piece_metadata(scores=scores), "m.gguf")
