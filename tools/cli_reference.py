@@ -1,0 +1,54 @@
+"""Write docs/cli.md from the program itself: ``python tools/cli_reference.py`` (``--check`` to compare only)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from gapless.cli import app
+
+TARGET = Path(__file__).parents[1] / "docs" / "cli.md"
+HEAD = """# Commands
+
+Made by `tools/cli_reference.py` from the program's own help.
+
+Every command takes `--json`: then standard output carries one JSON value and nothing else (of `chat`, one object a
+line); an error is `{"error": {"kind", "problem", "remedy", "exit_code"}}`. Notes and progress go to standard error.
+
+| exit code | means |
+|---|---|
+| 0 | done |
+| 1 | a defect in gapless; `GAPLESS_TRACEBACK=1` shows where |
+| 2 | a wrong input or a missing resource; the message names the remedy |
+| 3 | a device failed |
+| 130 | interrupted |
+
+| variable | means |
+|---|---|
+| `GAPLESS_CACHE` | folder of models and compiled kernels, instead of the user's cache directory |
+| `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE` | as huggingface_hub has them |
+"""
+
+
+def reference() -> str:
+    parts = [HEAD]
+    context = click.Context(app, info_name="gapless")
+    for name in app.list_commands(context):
+        command = app.get_command(context, name)
+        assert command is not None
+        sub = click.Context(command, info_name=name, parent=context, max_content_width=110, terminal_width=110)
+        parts.append(f"## gapless {name}\n\n```text\n{command.get_help(sub)}\n```\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    text = reference()
+    if "--check" in sys.argv:
+        sys.exit(0 if TARGET.read_text() == text else "docs/cli.md is stale: run tools/cli_reference.py")
+    TARGET.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
