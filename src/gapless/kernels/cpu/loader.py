@@ -6,7 +6,9 @@ serving process needs is LLVM's in-memory linker alone, which is why it starts q
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -91,8 +93,10 @@ def load_kernels(target: Isa, progress: Progress | None = None, modules: tuple[s
     missing = {name: stem for name, stem in stems.items() if not _complete(folder, stem)}
     if missing:
         folder = _writable(folder)
-        missing = {name: stem for name, stem in stems.items() if not _complete(folder, stem)}
-        _build(missing, folder, target, progress or (lambda line: None))
+        with _locked(folder):
+            missing = {name: stem for name, stem in stems.items() if not _complete(folder, stem)}
+            if missing:
+                _build(missing, folder, target, progress or (lambda line: None))
     objects = [(folder / f"{stem}.o", json.loads((folder / f"{stem}.json").read_text())) for stem in stems.values()]
     try:
         return _loaded.setdefault((target, modules), Kernels(target, objects))
@@ -139,6 +143,14 @@ def _writable(folder: Path) -> Path:
             return folder
     except OSError:
         return Path(tempfile.mkdtemp(prefix="gapless-kernels-"))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep processes that start together from compiling the same kernels; the lock goes with the process."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _build(stems: dict[str, str], folder: Path, target: Isa, progress: Progress) -> None:

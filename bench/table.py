@@ -1,0 +1,51 @@
+"""The benchmark table of the README on this machine: every row in one process, medians of several runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from gapless.bench import benchmark
+from gapless.doctor import measure_ceilings
+from gapless.llm import LLM
+from gapless.machine import allowed_cores
+
+ROWS = (
+    ("decode, 1 request", 1, 16, 128),
+    ("decode, 1 request at 512 tokens", 1, 512, 128),
+    ("decode, 8 requests", 8, 32, 128),
+    ("decode, 32 requests", 32, 32, 128),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="(%(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="(%(default)s)")
+    args = parser.parse_args()
+    threads = allowed_cores()
+    print("| row | tokens/s | of the floor | host | bound by |")
+    print("|---|---|---|---|---|")
+    with LLM(args.model, progress=lambda line: print(line, file=sys.stderr)) as llm:
+        ceilings = measure_ceilings(threads, llm.model.weights_bytes)
+        for name, batch, prompt, output in ROWS:
+            result = benchmark(
+                llm, batch=batch, prompt_tokens=prompt, output_tokens=output, runs=args.runs, kv_dtype="f16",
+                ceilings=ceilings,
+            )  # fmt: skip
+            print(line(name, result["decode_tokens_per_s"], batch / result["floor_tpot_s"], result), flush=True)
+            if prompt == 512:
+                print(prefill_line(result))
+
+
+def line(name: str, rate: float, most: float, result: dict[str, Any]) -> str:
+    return f"| {name} | {rate:,.0f} | {rate / most:.0%} | {result['host_share']:.1%} | {result['bound']} |"
+
+
+def prefill_line(result: dict[str, Any]) -> str:
+    return f"| prefill of 512 tokens | {result['prefill_tokens_per_s']:,.0f} | - | - | arithmetic |"
+
+
+if __name__ == "__main__":
+    main()
