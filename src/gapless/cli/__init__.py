@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from gapless import __version__
-from gapless.cli.output import ErrorReport, report_error
+from gapless.cli.output import ErrorReport, drop_output, report_error
 
 EPILOG = "MODEL is a name from 'gapless models', hf:ORG/REPO[@REVISION], or the path of a GGUF file or model folder."
 
@@ -27,35 +27,47 @@ class _Commands(click.Group):
             return None
         from importlib import import_module
 
-        command = getattr(import_module(f"gapless.cli.{cmd_name}"), "command")  # noqa: B009
+        command = import_module(f"gapless.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 
 
-@click.group(cls=_Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    epilog=EPILOG,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, message="gapless %(version)s")
-def app() -> None:
+@click.pass_context
+def app(ctx: click.Context) -> None:
     """LLM inference that waits least.
 
     Every command takes --json: then standard output carries one JSON value and nothing else; progress and notes
-    go to standard error. Exit codes: 0 done, 1 a defect in gapless, 2 a wrong input or a missing resource,
-    3 a failed device, 130 interrupted.
+    go to standard error. An error is one line on standard error and, with --json, an object {"error": ...} on
+    standard output.
+
+    Exit codes: 0 done, 1 a defect in gapless, 2 a wrong input or a missing resource, 3 a failed device,
+    130 interrupted.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Never raises for what a user can cause."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        app.main(args, prog_name="gapless", standalone_mode=False)
+        # Not by ``app.main``, which has exit codes of its own.
+        with app.make_context("gapless", args) as context:
+            app.invoke(context)
         sys.stdout.flush()
         return 0
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader has gone; let nothing more be written, not even by the interpreter as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone
+        drop_output()
         return 141
     except click.exceptions.Exit as leaving:
         return leaving.exit_code

@@ -36,30 +36,52 @@ def command(
     engine: EngineOptions,
     as_json: bool,
 ) -> None:
-    """Go on from one prompt or several, all at once."""
+    """Go on from one prompt or several, all at once.
+
+    Text is written as it comes; the answers to several prompts in their order, each behind its number. With --json
+    it is an object for one answer and a list of them for several.
+    """
     texts = read_prompts(prompts, files)
+    writer = None if as_json else InOrder(len(texts), sampling.n)
     with engine.open(model) as llm:
         asked = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
-        live = not as_json and len(texts) == 1 and sampling.n == 1
-        outputs = llm.generate(asked, sampling, on_text=_show if live else None)
+        outputs = llm.generate(asked, sampling, on_text=None if writer is None else writer.take)
     if as_json:
         objects = [_object(output, completion) for output in outputs for completion in output.outputs]
         write_json(objects[0] if len(objects) == 1 else objects)
-    elif live:
-        click.echo()
-    else:
-        _print_all(outputs)
 
 
-def _show(_: int, piece: StreamPiece) -> None:
-    click.echo(printable(piece.text), nl=False)
+class InOrder:
+    """Writes answers that grow together one after the other: the first as it comes, the rest when it is their turn."""
 
+    def __init__(self, n_prompts: int, n_samples: int) -> None:
+        self._n_samples = n_samples
+        self._held = [""] * (n_prompts * n_samples)
+        self._ended = [False] * len(self._held)
+        self._turn = 0
+        self._begun = False
 
-def _print_all(outputs: list[RequestOutput]) -> None:
-    for number, output in enumerate(outputs, 1):
-        for completion in output.outputs:
-            sample = f".{completion.index + 1}" if len(output.outputs) > 1 else ""
-            click.echo(f"[{number}{sample}] {printable(completion.text)}\n")
+    def take(self, prompt: int, piece: StreamPiece) -> None:
+        """Hold a piece of an answer and write what may be written."""
+        answer = prompt * self._n_samples + piece.index
+        self._held[answer] += printable(piece.text)
+        self._ended[answer] |= piece.finish_reason is not None
+        while self._turn < len(self._held) and (self._held[self._turn] or self._ended[self._turn]):
+            self._write()
+            if not self._ended[self._turn]:
+                break
+            click.echo("" if len(self._held) == 1 else "\n")
+            self._turn, self._begun = self._turn + 1, False
+
+    def _write(self) -> None:
+        """What is held of the answer whose turn it is, behind its number where there are several."""
+        if not self._begun and len(self._held) > 1:
+            prompt, sample = divmod(self._turn, self._n_samples)
+            mark = f".{sample + 1}" if self._n_samples > 1 else ""
+            click.echo(f"[{prompt + 1}{mark}] ", nl=False)
+        self._begun = True
+        click.echo(self._held[self._turn], nl=False)
+        self._held[self._turn] = ""
 
 
 def _object(output: RequestOutput, completion: Completion) -> dict[str, Any]:

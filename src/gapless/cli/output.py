@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import unicodedata
 from dataclasses import asdict, dataclass, is_dataclass
@@ -42,10 +43,19 @@ class ErrorReport:
 def report_error(report: ErrorReport, *, as_json: bool) -> int:
     """Write one line to standard error (and the object to standard output with ``as_json``); return the exit code."""
     line = f"{report.problem}; {report.remedy}" if report.remedy else report.problem
-    print(f"error: {' '.join(line.split())}", file=sys.stderr)
-    if as_json:
-        write_json({"error": report})
+    print(f"error: {' '.join(printable(line).split())}", file=sys.stderr)
+    try:
+        if as_json:
+            write_json({"error": report})
+        sys.stdout.flush()
+    except OSError:  # it may be standard output itself that failed
+        drop_output()
     return report.exit_code
+
+
+def drop_output() -> None:
+    """Let nothing more be written to standard output, not even by the interpreter as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_json(value: Any) -> None:

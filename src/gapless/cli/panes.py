@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -10,14 +11,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gapless.cli.output import printable
+from gapless.outputs import StreamPiece
 
 _REPAINT_S = 1 / 30
 _MIN_COLUMN = 26
 
 
 class Panes(Protocol):
-    def write(self, index: int, text: str) -> None:
-        """Add text to one answer."""
+    def take(self, index: int, piece: StreamPiece) -> None:
+        """Add a piece of text to one answer."""
         ...
 
     def close(self) -> None:
@@ -29,7 +31,8 @@ def open_panes(titles: Sequence[str]) -> Panes:
     """Columns on a terminal wide enough for them, else lines."""
     size = shutil.get_terminal_size()
     width = (size.columns - 3 * (len(titles) - 1) - 1) // len(titles)
-    if sys.stdout.isatty() and width >= _MIN_COLUMN and size.lines >= 10:
+    paints = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if paints and width >= _MIN_COLUMN and size.lines >= 10:
         return Columns(titles, width, size.lines - 2)
     return Lines(titles, size.columns)
 
@@ -44,8 +47,8 @@ class Lines:
             print(f"{index + 1}> {title}")
         print(flush=True)
 
-    def write(self, index: int, text: str) -> None:
-        *done, self._open[index] = wrap(self._open[index] + printable(text), self._width)
+    def take(self, index: int, piece: StreamPiece) -> None:
+        *done, self._open[index] = wrap(self._open[index] + printable(piece.text), self._width)
         self._show(index, done)
 
     def close(self) -> None:
@@ -69,8 +72,8 @@ class Columns:
         self._painted = 0
         self._due_s = 0.0
 
-    def write(self, index: int, text: str) -> None:
-        self._texts[index] += printable(text)
+    def take(self, index: int, piece: StreamPiece) -> None:
+        self._texts[index] += printable(piece.text)
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._paint()

@@ -1,29 +1,59 @@
-"""A progress bar for downloads, on standard error."""
+"""How far a download is: a bar on a terminal, two lines elsewhere; both on standard error."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from typing import Any
 
+from gapless.cli.output import note
 from gapless.models.store import Progress
+from gapless.units import format_bytes
 
 
 @contextlib.contextmanager
 def downloading(name: str) -> Iterator[Progress]:
-    """Yields a callback of (bytes done, bytes in all); the bar appears with its first call."""
-    from tqdm import tqdm
-
-    bar: tqdm | None = None
-
-    def update(done: int, total: int) -> None:
-        nonlocal bar
-        if bar is None:
-            bar = tqdm(desc=f"fetching {name}", total=total, unit="B", unit_scale=True, initial=0, miniters=1)
-        bar.total = total
-        bar.update(done - bar.n)
-
+    """Yields a callback of (bytes done, bytes in all); nothing is shown before its first call."""
+    shown = _Bar(name) if sys.stderr.isatty() else _Lines(name)
     try:
-        yield update
+        yield shown
     finally:
-        if bar is not None:
-            bar.close()
+        shown.close()
+
+
+class _Lines:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = self._whole = False
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self._begun:
+            self._begun = True
+            note(f"fetching {self._name}: {format_bytes(total)}")
+        if done >= total and not self._whole:
+            self._whole = True
+            note(f"fetched {self._name}")
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+class _Bar:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(desc=f"fetching {self._name}", total=total, initial=done, unit="B", unit_scale=True)
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()  # its time is that of the download, whatever follows
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
