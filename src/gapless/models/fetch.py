@@ -1,0 +1,208 @@
+"""Fetching large files: resumed where they broke off, checked, and stored whole or not at all."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import fcntl
+import hashlib
+import http.client
+import os
+import shutil
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from gapless.errors import DownloadError
+
+CHUNK_BYTES = 1 << 20
+TIMEOUT_S = 60
+MAX_BREAKS = 5  # one after another that brought nothing
+PAUSE_S = 1.0  # after the first break; twice as long after each further one
+GOES_ON = "run it again: the download goes on where it broke off"
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class Unreachable(Exception):
+    """An address that gives nothing; there may be others."""
+
+
+class _Broken(Exception):
+    """The connection ended early."""
+
+
+# --- what a file system refuses
+
+
+@contextlib.contextmanager
+def storing(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """Make a folder and write to it, or say in one line why not.
+
+    Raises:
+        DownloadError: the disk is full (with the bytes needed and free), or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder).free < needed_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise DownloadError(
+                f"{folder} cannot be written ({problem.strerror or problem})",
+                "set GAPLESS_CACHE to a folder of your own",
+            ) from None
+        free = shutil.disk_usage(_existing(folder)).free
+        raise DownloadError(
+            f"the disk of {folder} is full: {_megabytes(needed_bytes)} are needed, {_megabytes(free)} are free",
+            f"free some space, or set GAPLESS_CACHE to a folder on another disk; then {GOES_ON}",
+        ) from None
+
+
+def _existing(path: Path) -> Path:
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
+def _megabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.1f} MB ({n_bytes} bytes)"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the lock goes with the process, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- what a network refuses
+
+
+def open_url(url: str, *, accept: str = "*/*", start: int = 0, cafile: str | None = None) -> Any:
+    """The response to a GET, from byte ``start`` on where the server can. Raises Unreachable."""
+    address, authorization = _split_credentials(url)
+    request = urllib.request.Request(address, headers={"Accept": accept, "Accept-Encoding": "identity"})
+    if authorization is not None:
+        request.add_unredirected_header("Authorization", authorization)
+    if start:
+        request.add_header("Range", f"bytes={start}-")
+    try:
+        context = _tls(cafile) if address.startswith("https:") else None
+        return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
+    except urllib.error.HTTPError as problem:
+        if problem.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return problem  # a response like another
+        raise Unreachable(f"{problem.code} {problem.reason}") from None
+    except (OSError, http.client.HTTPException, ValueError) as problem:
+        raise Unreachable(_reason(problem)) from None
+
+
+def _split_credentials(url: str) -> tuple[str, str | None]:
+    """An address without user and password, and these as a header."""
+    parts = urllib.parse.urlsplit(url)
+    if "@" not in parts.netloc:
+        return url, None
+    user, _, host = parts.netloc.rpartition("@")
+    pair = ":".join(urllib.parse.unquote(part) for part in user.split(":", 1))
+    token = base64.b64encode(pair.encode()).decode()
+    return urllib.parse.urlunsplit(parts._replace(netloc=host)), f"Basic {token}"
+
+
+def _tls(cafile: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=cafile)
+    if cafile is None:
+        with contextlib.suppress(ImportError):
+            import certifi
+
+            context.load_verify_locations(certifi.where())  # a slim system may have no certificates of its own
+    return context
+
+
+def _reason(problem: BaseException) -> str:
+    """One line without addresses, which may hold passwords."""
+    reason = getattr(problem, "reason", problem)
+    text = getattr(reason, "strerror", None) or (str(reason) if isinstance(reason, OSError | str) else "")
+    return text if text and "://" not in text else type(reason).__name__
+
+
+def download(url: str, target: Path, sha256: str, progress: Progress | None = None, cafile: str | None = None) -> None:
+    """Write what is at ``url`` to ``target``, from where an earlier attempt ended, and check it.
+
+    Raises:
+        Unreachable: the address gives nothing.
+        DownloadError: the connection keeps breaking, or what came is not what ``sha256`` says.
+        OSError: of the file system.
+    """
+    resumed = target.exists() and target.stat().st_size > 0
+    _fetch(url, target, progress, cafile)
+    if sha256_of(target) != sha256 and resumed:  # what was there may have been another file's
+        target.unlink()
+        _fetch(url, target, progress, cafile)
+    if sha256_of(target) != sha256:
+        target.unlink()
+        raise DownloadError("what came is damaged (its SHA-256 is wrong)", "try again; check the network or the index")
+
+
+def _fetch(url: str, target: Path, progress: Progress | None, cafile: str | None) -> None:
+    breaks = 0
+    while True:
+        before = target.stat().st_size if target.exists() else 0
+        try:
+            return _continue(url, target, progress, cafile)
+        except _Broken as problem:
+            after = target.stat().st_size if target.exists() else 0
+            breaks = 0 if after > before else breaks + 1
+            if breaks == MAX_BREAKS:
+                raise DownloadError(
+                    f"the connection broke off after {_megabytes(after)} ({problem})", f"check the network; {GOES_ON}"
+                ) from None
+            time.sleep(PAUSE_S * 2**breaks)
+
+
+def _continue(url: str, target: Path, progress: Progress | None, cafile: str | None) -> None:
+    have = target.stat().st_size if target.exists() else 0
+    try:
+        response = open_url(url, start=have, cafile=cafile)
+    except Unreachable as problem:
+        if have == 0:
+            raise
+        raise _Broken(str(problem)) from None
+    with response:
+        if response.status == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return  # nothing is left to fetch; whether what is here is right, the hash says
+        goes_on = response.status == http.client.PARTIAL_CONTENT
+        have = have if goes_on else 0
+        length = response.headers.get("Content-Length")
+        total = have + int(length) if length is not None else None
+        with target.open("ab" if goes_on else "wb") as file:
+            done = _copy(response, file, have, total, progress)
+    if total is not None and done < total:
+        raise _Broken(f"at byte {done} of {total}")
+
+
+def _copy(source: Any, file: IO[bytes], done: int, total: int | None, progress: Progress | None) -> int:
+    while chunk := _read(source):
+        file.write(chunk)
+        done += len(chunk)
+        if progress is not None:
+            progress(done, max(total or 0, done))
+    return done
+
+
+def _read(source: Any) -> bytes:
+    try:
+        return bytes(source.read1(CHUNK_BYTES))
+    except (OSError, http.client.HTTPException) as problem:
+        raise _Broken(_reason(problem)) from None

