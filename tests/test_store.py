@@ -504,7 +504,6 @@ def test_the_command_ends_with_2_and_one_line(cache: Path) -> None:
             "import sys; from gapless.cli import main; sys.exit(main())",
             "pull",
             "no-such-model",
-            "--json",
         ],
         capture_output=True,
         text=True,
