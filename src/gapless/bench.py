@@ -6,21 +6,24 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from gapless.arch.sizes import weight_infos
-from gapless.doctor import Ceilings, decode_work
+from gapless.arch.spec import ModelSpec
+from gapless.doctor import Ceilings
 from gapless.engine import Engine, Sink
 from gapless.errors import RequestError
+from gapless.kernels.count import StepCounter
+from gapless.kernels.cpu.abi import PAGE_TOKENS
+from gapless.kernels.cpu.kv import KvDtype, page_bytes
 from gapless.llm import LLM
 from gapless.request import FinishReason
 from gapless.sampling import SamplingParams
 from gapless.step import TokenLogprobs
 
 FIRST_ID = 100  # ids below are the special ones of most vocabularies
-KV_ELEMENT_BYTES = {"f16": 2.0, "f32": 4.0, "q8": 1.0 + 4.0 / 64}
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,14 @@ def _summary(clocks: Sequence[_Clock], started: float, prompt_tokens: int, host_
 
 
 def benchmark(
-    llm: LLM, *, batch: int, prompt_tokens: int, output_tokens: int, runs: int, kv_dtype: str, ceilings: Ceilings,
+    llm: LLM, *, batch: int, prompt_tokens: int, output_tokens: int, runs: int, kv_dtype: KvDtype, ceilings: Ceilings,
     seed: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Medians of ``runs`` runs with fresh random prompts, after one that warms up; then floors and sizes."""
+    """Medians and spreads of ``runs`` runs with fresh random prompts, after one that warms up; then floors and sizes.
+
+    Raises:
+        RequestError: the tokens of a request do not fit the context.
+    """
     rng = random.Random(seed)
     top = llm.spec.vocab_size
 
@@ -113,15 +120,8 @@ def benchmark(
 
     run_once(llm, prompts(), min(output_tokens, 8))
     results = [run_once(llm, prompts(), output_tokens) for _ in range(runs)]
-    medians = {name: statistics.median(getattr(r, name) for r in results) for name in asdict(results[0])}
-    work = decode_work(
-        llm.spec,
-        weight_infos(llm.model.weights),
-        batch=batch,
-        context_tokens=prompt_tokens + output_tokens // 2,
-        kv_element_bytes=KV_ELEMENT_BYTES[kv_dtype],
-    )
-    floor = ceilings.floor_s(work)
+    figures = {field.name: [getattr(r, field.name) for r in results] for field in fields(Run)}
+    medians = {name: statistics.median(values) for name, values in figures.items()}
     return {
         "model": llm.model.name,
         "batch": batch,
@@ -129,18 +129,42 @@ def benchmark(
         "output_tokens": output_tokens,
         "runs": runs,
         **medians,
-        "decode_tokens_per_s_runs": [r.decode_tokens_per_s for r in results],
-        "prefill_tokens_per_s_runs": [r.prefill_tokens_per_s for r in results],
+        "spread": {name: [min(values), max(values)] for name, values in figures.items()},
+        **_floors(llm, medians, batch, prompt_tokens, output_tokens, kv_dtype, ceilings),
         "weights_bytes": getattr(llm.executor, "weights_bytes", llm.model.weights_bytes),
         "kv_bytes": getattr(llm.executor, "kv_bytes", 0),
-        "step_bytes": work.memory_bytes,
-        "step_flops": work.flops,
-        "floor_tpot_s": floor,
-        "floor_share": floor / medians["tpot_s"] if medians["tpot_s"] else None,
-        "bound": ceilings.bound(work),
-        "memory_bandwidth_bytes_per_s": ceilings.bandwidth_bytes_per_s,
-        "int8_ops_per_s": ceilings.int8_ops_per_s,
         "threads": getattr(llm.executor, "n_threads", 1),
         "isa": getattr(llm.executor, "isa", None),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def _floors(
+    llm: LLM, medians: Mapping[str, float], batch: int, prompt_tokens: int, output_tokens: int, kv_dtype: KvDtype,
+    ceilings: Ceilings,
+) -> dict[str, Any]:  # fmt: skip
+    """The floors of a decode step in the middle of the output, and of the prompts as one step; shares reached."""
+    counter = StepCounter(
+        llm.spec, weight_infos(llm.model.weights), kv_element_bytes=kv_element_bytes(llm.spec, kv_dtype)
+    )
+    decode = counter.count([(prompt_tokens + output_tokens // 2, 1)] * batch).total
+    prefill = counter.count([(0, prompt_tokens)] * batch).total
+    tpot_s, prefill_s = medians["tpot_s"], medians["prefill_s"]
+    return {
+        "floor_tpot_s": ceilings.floor_s(decode),
+        "floor_share": ceilings.floor_s(decode) / tpot_s if tpot_s else None,
+        "bound": ceilings.bound(decode),
+        "step_bytes": decode.memory_bytes,
+        "step_flops": decode.flops,
+        "floor_prefill_s": ceilings.floor_s(prefill),
+        "prefill_floor_share": ceilings.floor_s(prefill) / prefill_s,
+        "prefill_bound": ceilings.bound(prefill),
+        "memory_bandwidth_bytes_per_s": ceilings.bandwidth_bytes_per_s,
+        "int8_ops_per_s": ceilings.int8_ops_per_s,
+    }
+
+
+def kv_element_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> float:
+    """Bytes of a cached number, with its part of scales and padding."""
+    numbers = PAGE_TOKENS * sum(2 * layer.attention.kv_dim for layer in spec.layers)
+    return page_bytes(spec, kv_dtype) / numbers

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from gapless.arch.sizes import WeightInfo
@@ -13,6 +14,7 @@ from gapless.arch.spec import ModelSpec, ModelWeights
 from gapless.kernels.count import StepCounter, Work
 from gapless.machine import allowed_cores
 
+_PACKAGES = ("gapless", "numpy", "numba", "llvmlite", "tokenizers", "huggingface_hub")
 _TELLING = ("sse4.2", "avx", "avx2", "fma", "f16c", "avx512", "avxvnni", "amx", "neon", "dotprod", "i8mm", "sve")
 
 
@@ -132,6 +134,17 @@ def floor_of(
         floor_tokens_per_s=1 / floor,
         bound=ceilings.bound(work),
     )
+
+
+def versions() -> dict[str, str | None]:
+    """Python and the packages that results depend on; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def _processor_name() -> str:

@@ -49,15 +49,25 @@ def command(
 
 
 def _print(r: dict[str, Any]) -> None:
-    share = "" if r["floor_share"] is None else f" ({100 * r['floor_share']:.0f}% of what the floor allows)"
     lines = (
         ("model", f"{r['model']}, {format_bytes(r['weights_bytes'])} packed, {r['threads']} threads, {r['isa']}"),
-        ("load", f"batch {r['batch']}, {r['prompt_tokens']} + {r['output_tokens']} tokens, median of {r['runs']}"),
-        ("prefill", f"{r['prefill_tokens_per_s']:,.0f} tokens/s; first token after {format_si(r['ttft_s'], 's')}"),
-        ("decode", f"{r['decode_tokens_per_s']:,.0f} tokens/s; {format_si(r['tpot_s'], 's')} a token{share}"),
-        ("floor", f"{format_si(r['floor_tpot_s'], 's')} a step, bound by {r['bound']}"),
+        ("load", f"batch {r['batch']}, {r['prompt_tokens']} + {r['output_tokens']} tokens, median of {r['runs']} runs"),
+        ("prefill", f"{_rate(r, 'prefill')}; first token after {format_si(r['ttft_s'], 's')}"),
+        ("", _floor(r["floor_prefill_s"], "for the prompts", r["prefill_bound"], r["prefill_floor_share"])),
+        ("decode", f"{_rate(r, 'decode')}; {format_si(r['tpot_s'], 's')} a token"),
+        ("", _floor(r["floor_tpot_s"], "a step", r["bound"], r["floor_share"])),
         ("host", f"{100 * r['host_share']:.1f}% of the time outside the executor"),
         ("memory", f"{format_bytes(r['kv_bytes'])} cache, {format_bytes(r['peak_rss_bytes'])} peak"),
     )
     for name, text in lines:
         click.echo(f"{name:8} {text}")
+
+
+def _rate(r: dict[str, Any], phase: str) -> str:
+    slowest, fastest = r["spread"][f"{phase}_tokens_per_s"]
+    return f"{r[f'{phase}_tokens_per_s']:,.0f} tokens/s ({slowest:,.0f} to {fastest:,.0f})"
+
+
+def _floor(floor_s: float, of: str, bound: str, share: float | None) -> str:
+    reached = "" if share is None else f"; {100 * share:.0f}% of that speed reached"
+    return f"floor {format_si(floor_s, 's')} {of}, bound by {bound}{reached}"

@@ -85,7 +85,7 @@ def _tpot_s(output: RequestOutput) -> float:
 def _floor(llm: LLM, engine: EngineOptions, tpot_s: float) -> dict[str, Any]:
     """The least time that this machine needs for a step of all questions, in the middle of the answers."""
     from gapless.arch.sizes import weight_infos
-    from gapless.bench import KV_ELEMENT_BYTES
+    from gapless.bench import kv_element_bytes
     from gapless.doctor import decode_work, measure_ceilings
     from gapless.machine import allowed_cores
 
@@ -93,7 +93,7 @@ def _floor(llm: LLM, engine: EngineOptions, tpot_s: float) -> dict[str, Any]:
     ceilings = measure_ceilings(threads, llm.model.weights_bytes, engine.isa, note)
     work = decode_work(
         llm.spec, weight_infos(llm.model.weights), batch=len(QUESTIONS), context_tokens=MAX_TOKENS // 2,
-        kv_element_bytes=KV_ELEMENT_BYTES[engine.kv_dtype or "f16"],
+        kv_element_bytes=kv_element_bytes(llm.spec, engine.kv_dtype or "f16"),
     )  # fmt: skip
     floor_s = ceilings.floor_s(work)
     return {

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from gapless.cli.options import DEFAULT_MODEL, json_option
 from gapless.cli.output import note, write_json
 from gapless.units import format_bytes, format_si
+
+if TYPE_CHECKING:
+    from gapless.doctor import FloorReport, MachineReport
+    from gapless.models.load import LoadedModel
+
+NO_MODEL_BYTES = 1 << 28  # read for the bandwidth where there is no model whose size could be taken
 
 
 @click.command("doctor")
@@ -18,53 +28,81 @@ from gapless.units import format_bytes, format_si
 def command(model: str | None, threads: int | None, isa: str | None, context: int, as_json: bool) -> None:
     """What this machine offers, measured, and the least time that a model's token takes on it.
 
-    MODEL is the default model, if it has been fetched, where none is given.
+    MODEL is the default model, if it has been fetched, where none is given. Memory bandwidth is that of reading as
+    many bytes as the model's weights have, again and again.
     """
-    from dataclasses import asdict
-
-    from gapless import __version__
     from gapless.arch.sizes import weight_infos
     from gapless.doctor import floor_of, inspect_machine
-    from gapless.errors import ModelError
-    from gapless.models.load import load_model
-    from gapless.models.store import cache_dir, resolve
 
-    try:
-        path = resolve(model or DEFAULT_MODEL, download=model is not None)
-    except ModelError:
-        if model is not None:
-            raise
-        path = None
-    loaded = None if path is None else load_model(path)
-    working_set = 1 << 28 if loaded is None else loaded.weights_bytes
+    loaded = _load(model)
+    working_set = NO_MODEL_BYTES if loaded is None else loaded.weights_bytes
     machine = inspect_machine(threads, isa, working_set, note)
     floor = None
     if loaded is not None:
-        floor = floor_of(
-            loaded.name, loaded.spec, weight_infos(loaded.weights), loaded.weights_bytes, 2.0, context, machine.ceilings
-        )
+        infos = weight_infos(loaded.weights)
+        floor = floor_of(loaded.name, loaded.spec, infos, loaded.weights_bytes, 2.0, context, machine.ceilings)
     if as_json:
-        facts = asdict(machine)
-        ceilings = facts.pop("ceilings")
-        facts["memory_bandwidth_bytes_per_s"] = ceilings["bandwidth_bytes_per_s"]
-        facts["int8_ops_per_s"] = ceilings["int8_ops_per_s"]
-        write_json({"version": __version__, **facts, "cache": str(cache_dir()), "floor": floor})
-        return
+        write_json(_object(machine, floor))
+    else:
+        for name, text in _rows(machine, floor):
+            click.echo(f"{name:10} {text}")
+
+
+def _load(model: str | None) -> LoadedModel | None:
+    """The model; None if none was named and the default one has not been fetched."""
+    from gapless.errors import ModelError
+    from gapless.models.load import load_model
+    from gapless.models.store import resolve
+
+    if model is not None:
+        return load_model(resolve(model))
+    try:
+        return load_model(resolve(DEFAULT_MODEL, download=False))
+    except ModelError:
+        return None
+
+
+def _caches(machine: MachineReport) -> dict[str, Path]:
+    from gapless.models.store import cache_dir
+
+    return {"models": cache_dir() / "models", "kernels": cache_dir() / "kernels" / machine.isa}
+
+
+def _object(machine: MachineReport, floor: FloorReport | None) -> dict[str, Any]:
+    from gapless.doctor import versions
+
+    facts = asdict(machine)
+    ceilings = facts.pop("ceilings")
+    return {
+        "versions": versions(),
+        **facts,
+        "memory_bandwidth_bytes_per_s": ceilings["bandwidth_bytes_per_s"],
+        "int8_ops_per_s": ceilings["int8_ops_per_s"],
+        "caches": {name: str(path) for name, path in _caches(machine).items()},
+        "floor": floor,
+    }
+
+
+def _rows(machine: MachineReport, floor: FloorReport | None) -> list[tuple[str, str]]:
+    from gapless.doctor import versions
+
     c = machine.ceilings
+    reads = f"{format_si(c.bandwidth_bytes_per_s, 'B/s')} reading {format_bytes(machine.working_set_bytes)}, measured"
+    if machine.memory_bytes is not None:
+        reads += f"; {format_bytes(machine.memory_bytes)} installed"
     rows = [
-        ("gapless", __version__),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
         ("processor", f"{machine.processor} ({machine.architecture})"),
         ("features", " ".join(machine.features)),
-        ("path", f"{machine.isa} (of {', '.join(machine.isa_choices)})"),
+        ("kernels", f"{machine.isa} (of {', '.join(machine.isa_choices)})"),
         ("cores", f"{machine.cores_allowed} allowed of {machine.cores_present}; {machine.threads} threads"),
-        ("memory", f"{format_si(c.bandwidth_bytes_per_s, 'B/s')} measured, reading {format_bytes(working_set)}"),
-        ("int8", f"{format_si(c.int8_ops_per_s, 'op/s')} measured"),
-        ("cache", str(cache_dir())),
+        ("memory", reads),
+        ("int8", f"{format_si(c.int8_ops_per_s, 'op/s')}, measured"),
+        *((f"{name.rstrip('s')} dir", str(path)) for name, path in _caches(machine).items()),
     ]
-    if floor is not None:
-        what = f"{format_si(floor.floor_tpot_s, 's')} a token, {floor.floor_tokens_per_s:,.0f} tokens/s"
-        rows.append(("floor", f"{floor.model}: {what} (batch 1, bound by {floor.bound})"))
-    else:
+    if floor is None:
         rows.append(("floor", f"run: gapless pull {DEFAULT_MODEL}"))
-    for name, text in rows:
-        click.echo(f"{name:10} {text}")
+    else:
+        least = f"{format_si(floor.floor_tpot_s, 's')} a token, {floor.floor_tokens_per_s:,.0f} tokens/s"
+        rows.append(("floor", f"{floor.model}: {least} (one request, bound by {floor.bound})"))
+    return rows

@@ -33,7 +33,7 @@ class EngineOptions:
     executor: Literal["cpu", "reference"] = "cpu"
     threads: int | None = None
     isa: str | None = None
-    kv_dtype: str | None = None
+    kv_dtype: Literal["f16", "f32", "q8"] | None = None
     context: int | None = None
     max_running: int | None = None
     kv_memory: str | None = None
