@@ -143,7 +143,8 @@ def test_integer_sums_do_not_overflow(kernels: Kernels, quant: str, extreme: int
     x.quants[:] = extreme
     x.scales[:, :, 0] = 0.5
     x.scales[:, :, 1] = 0.5 * extreme * 32
-    x.scales.view(np.int32)[:, :, 2] = -128 * extreme * 32
+    x.scales.view(np.int32)[:, :, 2] = abi.ROUNDER_BITS - 128 * extreme * 32
+    x.scales[:, :, 3] = -abi.ROUNDER * 0.5
     wanted = x.values.astype(np.float64) @ tensor.float32().astype(np.float64).T
     assert np.allclose(linear(kernels, [tensor], x), wanted, rtol=1e-5)
 
@@ -220,7 +221,8 @@ def test_quantised_blocks_carry_their_sums(kernels: Kernels) -> None:
     x.rows[2, :32] = 1e-38
     again = activations(kernels, 4, 128)
     sums = again.quants.reshape(4, 4, 32).astype(np.int64).sum(axis=-1)
-    assert np.array_equal(again.scales.view(np.int32)[:, :, 2], -128 * sums)
+    assert np.array_equal(again.scales.view(np.int32)[:, :, 2], abi.ROUNDER_BITS - 128 * sums)
+    assert np.array_equal(again.scales[:, :, 3].astype(np.float64), -abi.ROUNDER * again.scales[:, :, 0].astype(float))
     assert np.allclose(again.scales[:, :, 1], again.scales[:, :, 0] * sums)
 
 

@@ -129,7 +129,12 @@ ROW_YD_STRIDE = OP_ARGS + 9
 ROW_PAIR_BYTES = OP_ARGS + 10  # of the table
 ROW_SCRATCH = OP_ARGS + 12  # 128 bytes of each thread, at a stride of 128
 
-XD_BYTES = 16  # beside 32 int8 activations: scale f32, scale * sum f32, -128 * sum int32, unused
+# Beside 32 int8 activations: scale f32, scale * sum f32, ROUNDER_BITS - 128 * sum int32, -ROUNDER * scale f32.
+XD_BYTES = 16
+# An int32 sum s below 2^22 added to the bits of ROUNDER is the float32 ROUNDER + s: sums become floats for nothing.
+# Scales have 22 significant bits, so that ROUNDER * scale, and with it s * scale, loses nothing.
+ROUNDER = 12582912.0  # 1.5 * 2^23
+ROUNDER_BITS = 0x4B400000
 
 # probe_read, probe_multiply.
 PROBE_DATA = OP_ARGS

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gapless.kernels.cpu.mem import st_f32, st_i32
+from gapless.kernels.cpu.abi import ROUNDER, ROUNDER_BITS
+from gapless.kernels.cpu.mem import bits_f32, f32_bits, st_f32, st_i32
 from gapless.kernels.cpu.packing import BLOCK
 from gapless.kernels.cpu.vec import (
     VL,
@@ -22,6 +23,8 @@ from gapless.kernels.cpu.vec import (
     vstore_i8,
 )
 
+SCALE_MASK = 0xFFFFFFFC  # 22 significant bits
+
 inline = njit(error_model="numpy", nogil=True, inline="always")
 
 
@@ -33,7 +36,7 @@ def quantise_block(x, y, yd):  # type: ignore[no-untyped-def]
         top = vmax(vabs(vload(x + 4 * i)), top)
     largest = vhmax(top)
     inverse = np.float32(127.0) / largest if largest > np.float32(1e-30) else np.float32(0.0)
-    scale = largest * np.float32(1.0 / 127.0)
+    scale = bits_f32(f32_bits(largest * np.float32(1.0 / 127.0)) & SCALE_MASK)
     vinverse = vsplat(inverse)
     total = vsplat_i32(0)
     for i in range(0, BLOCK, VL):
@@ -43,4 +46,5 @@ def quantise_block(x, y, yd):  # type: ignore[no-untyped-def]
     sum_ = vhsum_i32(total)
     st_f32(yd, scale)
     st_f32(yd + 4, scale * np.float32(sum_))
-    st_i32(yd + 8, -128 * sum_)
+    st_i32(yd + 8, ROUNDER_BITS - 128 * sum_)
+    st_f32(yd + 12, np.float32(-ROUNDER) * scale)

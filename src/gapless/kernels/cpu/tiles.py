@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from gapless.kernels.cpu.abi import XD_BYTES
+from gapless.kernels.cpu.abi import ROUNDER_BITS, XD_BYTES
 from gapless.kernels.cpu.mem import I8, I16, I32, I64
 from gapless.kernels.cpu.packing import PAIR_GROUPS, Layout, PackedShape
 from gapless.kernels.cpu.vec import F32, ISA, VF, VI, VL, const_vi, half_to_f32, llvm_call, load_at, splat, store_at
@@ -33,7 +33,7 @@ def c64(value: int) -> ir.Constant:
 
 
 class Dot:
-    """Sums of four byte products, accumulated over the runs of a block; ``start`` takes the -128 * sum correction."""
+    """Sums of four byte products, accumulated over the runs of a block, on top of ``ROUNDER_BITS``."""
 
     def __init__(self, b: Any, unsigned_weights: bool) -> None:
         self.b = b
@@ -45,7 +45,7 @@ class Dot:
             return ir.Constant(VH, [0] * (VBYTES // 2))
         if ISA.dot.startswith("vnni") and not self.unsigned:
             return splat(self.b, x_offset)
-        return const_vi(0)
+        return const_vi(ROUNDER_BITS)
 
     def weight(self, raw: Any) -> Any:
         """What the tile keeps of a weight vector, once for all tokens."""
@@ -69,7 +69,9 @@ class Dot:
         return b.add(acc, self._portable(raw, xb))
 
     def finish(self, acc: Any) -> Any:
-        return self._widen_pairs(acc) if self.narrow else acc
+        """ROUNDER plus the sum, as float32."""
+        total = self.b.add(self._widen_pairs(acc), const_vi(ROUNDER_BITS)) if self.narrow else acc
+        return self.b.bitcast(total, VF)
 
     def _widen_pairs(self, pairs: Any) -> Any:
         ones = ir.Constant(VH, [1] * (VBYTES // 2))
@@ -194,7 +196,8 @@ def quantised_tile(layout: Layout, n_tokens: int) -> Any:
                 m = half_to_f32(b, load_at(b, b.add(s, c64(VL * 2)), half_vector, 16)) if has_min else None
                 for t in range(n_tokens):
                     scale = splat(b, load_at(b, db[t], F32, 4))
-                    value = b.fmul(b.sitofp(dot.finish(sums[r, t]), VF), scale)
+                    rounder = splat(b, load_at(b, b.add(db[t], c64(12)), F32, 4))
+                    value = llvm_call(b, f"llvm.fma.v{VL}f32", VF, dot.finish(sums[r, t]), scale, rounder)
                     acc = llvm_call(b, f"llvm.fma.v{VL}f32", VF, value, d, accs[r * n_tokens + t])
                     if m is not None:
                         total = splat(b, load_at(b, b.add(db[t], c64(4)), F32, 4))
