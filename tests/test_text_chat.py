@@ -156,6 +156,11 @@ def test_a_template_may_refuse_the_messages() -> None:
         render("{{ messages[0].name.first }}")
 
 
+def test_a_message_is_an_object() -> None:
+    with pytest.raises(RequestError, match=r"messages\[1\] = 'hi' is no object; give a role and a content"):
+        template(CHATML).render([USER, "hi"])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
-from gapless.errors import ModelFileError, UnsupportedModelError
+from gapless.errors import ModelError, ModelFileError, UnsupportedModelError
 from gapless.models.gguf_file import GgufFile
 from gapless.text.pretokenizers import PRE_TOKENIZERS
 from gapless.text.spelling import SPACE, byte_alphabet, byte_level
@@ -355,3 +355,48 @@ def test_a_token_may_be_there_twice_only_as_padding() -> None:
 def test_scores_that_do_not_fit(scores: Any) -> None:
     with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\.scores is no list of \d+ numbers"):
         Tokenizer.from_gguf(sentence_piece_metadata(scores=scores), "m.gguf")
+
+
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 1 << 40),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.text(max_size=3), max_size=4),
+    st.lists(st.integers(-3, 10), max_size=4),
+    st.lists(st.floats(), min_size=1, max_size=300).map(lambda values: np.array(values, np.float32)),
+)
+KEYS = ("model", "pre", "tokens", "token_type", "scores", "merges", "bos_token_id", "add_bos_token", "add_space_prefix")
+
+
+@given(kind=st.sampled_from(["gpt2", "llama"]), changes=st.dictionaries(st.sampled_from(KEYS), junk, max_size=3))
+def test_any_metadata_makes_a_tokenizer_or_one_line(kind: str, changes: dict[str, Any]) -> None:
+    metadata = byte_pair_metadata(**changes) if kind == "gpt2" else sentence_piece_metadata(**changes)
+    try:
+        line = Tokenizer.from_gguf(metadata, "m.gguf").decode([0, 1, 5])
+    except ModelError as problem:
+        line = str(problem)
+        assert "m.gguf" in line
+    assert "\n" not in line
+
+
+@given(
+    tokens=st.lists(st.text("ab▁", max_size=3), min_size=1, max_size=12),
+    merges=st.lists(st.text("ab ", max_size=4), min_size=1, max_size=6),
+    types=st.lists(st.integers(0, 7), min_size=12, max_size=12),
+    text=st.text("ab ▁", max_size=10),
+)
+def test_any_small_vocabulary_makes_a_tokenizer_or_one_line(
+    tokens: list[str], merges: list[str], types: list[int], text: str
+) -> None:
+    more = {"tokens": tokens, "token_type": types[: len(tokens)]}
+    for metadata in (
+        byte_pair_metadata(**more, merges=merges),
+        sentence_piece_metadata(**more, scores=[float(-i) for i in range(len(tokens))]),
+    ):
+        try:
+            tokenizer = Tokenizer.from_gguf(metadata, "m.gguf")
+        except ModelError:
+            continue
+        tokenizer.decode(tokenizer.encode(text))

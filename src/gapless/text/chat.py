@@ -80,7 +80,7 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **variables,
-            "messages": [dict(message) for message in messages],
+            "messages": [_message(index, message) for index, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -101,6 +101,12 @@ class ChatTemplate:
             budget.spend(len(piece))
             pieces.append(piece)
         return "".join(pieces)
+
+
+def _message(index: int, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"messages[{index}] = {message!r:.80} is no object", "give a role and a content")
+    return dict(message)
 
 
 def _line(problem: BaseException) -> str:

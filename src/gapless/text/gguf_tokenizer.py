@@ -23,7 +23,7 @@ class Vocabulary:
     """Tokens by id, with the type and (SentencePiece only) the score of each."""
 
     tokens: list[str]
-    types: list[int]
+    types: list[float]  # of the numbers above
     scores: list[float]
     ids: dict[str, int]
 
@@ -49,7 +49,7 @@ class GgufTokenizer:
                 f"{where}: has no tokenizer (tokenizer.ggml.model is missing)",
                 "use a file that was converted with its tokenizer",
             )
-        if self._kind not in ("gpt2", "llama"):
+        if not isinstance(self._kind, str) or self._kind not in ("gpt2", "llama"):
             raise UnsupportedModelError(
                 f"{where}: tokenizer.ggml.model = {self._kind!r} is not supported",
                 "use a model whose tokenizer is gpt2 (byte pairs) or llama (SentencePiece)",
@@ -86,7 +86,7 @@ class GgufTokenizer:
 
     def _pre_tokenizer(self) -> PreTokenizer:
         name = self._metadata.get(_PREFIX + "pre", "default")
-        if name not in PRE_TOKENIZERS:
+        if not isinstance(name, str) or name not in PRE_TOKENIZERS:
             raise UnsupportedModelError(
                 f"{self._where}: tokenizer.ggml.pre = {name!r} is not supported",
                 f"use a model with one of {', '.join(sorted(PRE_TOKENIZERS))}",
@@ -160,24 +160,25 @@ class GgufTokenizer:
 
     def _tokens_that_strip(self) -> set[str]:
         """Tokens that swallow the white space after them. Files do not say; Phi-3's own configuration does."""
-        if self._kind != "llama" or self._metadata.get("general.architecture") != "phi3":
+        architecture = self._metadata.get("general.architecture")
+        if self._kind != "llama" or not isinstance(architecture, str) or architecture != "phi3":
             return set()
         named = {token for token, kind in self._typed() if kind in (CONTROL, USER_DEFINED)}
         return named - {"<unk>", "<s>", "<|endoftext|>"} | {"</s>"}
 
-    def _typed(self) -> zip[tuple[str, int]]:
+    def _typed(self) -> zip[tuple[str, float]]:
         return zip(self._vocabulary.tokens, self._vocabulary.types, strict=True)
 
     def _read_vocabulary(self) -> Vocabulary:
         tokens = self._strings("tokens")
-        types = [int(n) for n in self._numbers("token_type", len(tokens), NORMAL)]
-        scores = [float(n) for n in self._numbers("scores", len(tokens), 0)] if self._kind == "llama" else []
+        types = self._numbers("token_type", len(tokens), NORMAL)
+        scores = self._numbers("scores", len(tokens), 0.0) if self._kind == "llama" else []
         ids = {token: index for index, token in enumerate(tokens)}
         if len(ids) < len(tokens):
             self._check_doubles(tokens, types, ids)
         return Vocabulary(tokens, types, scores, ids)
 
-    def _check_doubles(self, tokens: list[str], types: list[int], ids: dict[str, int]) -> None:
+    def _check_doubles(self, tokens: list[str], types: list[float], ids: dict[str, int]) -> None:
         """Padding may share a name; a token that means something may not."""
         for index, token in enumerate(tokens):
             if ids[token] != index and types[index] != UNUSED:
