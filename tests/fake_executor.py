@@ -1,15 +1,17 @@
 """An executor whose tokens are a hash of everything before them, read back through the pages that a plan names.
 
-A page that is shared wrongly, stale, or written by somebody else gives another hash or a wrong position: the tokens
-then differ from ``oracle``. Steps are computed when they land and admissions when they are launched, which is as far
-apart as an executor may have them.
+Every position of every span is read through its pages and held to the request's own tokens, before the step writes
+(no span may count on what another writes in the same step) and after it (no span may write over another's). So a page
+that is shared wrongly, stale or given away too early shows at once. Steps are computed when they land and admissions
+when they are launched, which is as far apart as an executor may have them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from gapless.errors import ExecutorError
 from gapless.executor.protocol import Capacity
 from gapless.step import Admission, SampledToken, Span, StepPlan, StepResult
 
@@ -43,9 +45,18 @@ def oracle(prompt: tuple[int, ...], n: int, seed: int, stops: frozenset[int]) ->
 class _Slot:
     admission: Admission
     tokens: list[int]
+    states: list[int] = field(default_factory=list)  # of the hash, after each token
+
+    def expected(self, n: int) -> list[int]:
+        """The states of the first ``n`` positions."""
+        for token in self.tokens[len(self.states) : n]:
+            self.states.append(fold(self.states[-1] if self.states else 0, token))
+        return self.states
 
 
 class FakeExecutor:
+    """``fails_at`` numbers the step, from 0, that raises instead of landing."""
+
     def __init__(
         self,
         *,
@@ -54,14 +65,18 @@ class FakeExecutor:
         n_slots: int = 4,
         context_tokens: int = 64,
         max_step_tokens: int = 16,
+        max_step_samples: int | None = None,
         depth: int = 1,
+        fails_at: int = -1,
     ) -> None:
-        self._capacity = Capacity(n_pages, page_tokens, n_slots, context_tokens, max_step_tokens, n_slots)
+        samples = n_slots if max_step_samples is None else max_step_samples
+        self._capacity = Capacity(n_pages, page_tokens, n_slots, context_tokens, max_step_tokens, samples)
         self._depth = depth
         self._pages: list[list[tuple[int, int]]] = [[(-1, -1)] * page_tokens for _ in range(n_pages)]
         self._slots: dict[int, _Slot] = {}
         self._launched: deque[StepPlan] = deque()
-        self.n_tokens: list[int] = []
+        self.fails_at = fails_at
+        self.plans: list[StepPlan] = []
 
     @property
     def capacity(self) -> Capacity:
@@ -75,46 +90,58 @@ class FakeExecutor:
         assert len(self._launched) < self._depth
         assert 0 < plan.n_tokens <= self._capacity.max_step_tokens
         assert plan.n_samples <= self._capacity.max_step_samples
+        flying = {span.slot for launched in self._launched for span in launched.spans}
         for admission in plan.admissions:
+            assert admission.slot not in flying, "a slot is filled while steps write to it"
             self._slots[admission.slot] = _Slot(admission, list(admission.tokens))
         self._launched.append(plan)
-        self.n_tokens.append(plan.n_tokens)
+        self.plans.append(plan)
 
     def land(self) -> StepResult:
         plan = self._launched.popleft()
-        states = [self._compute(span) for span in plan.spans]
-        tokens = tuple(self._sample(span, state) for span, state in zip(plan.spans, states, strict=True) if span.sample)
-        return StepResult(plan.step_id, tokens)
+        if plan.step_id == self.fails_at:
+            raise ExecutorError(f"step {plan.step_id} failed", "try again")
+        for span in plan.spans:
+            self._verify(span, span.start)
+        for span in plan.spans:
+            self._write(span)
+        for span in plan.spans:
+            self._verify(span, span.end)
+        return StepResult(plan.step_id, tuple(self._sample(span) for span in plan.spans if span.sample))
 
     def close(self) -> None:
         pass
 
-    def _compute(self, span: Span) -> int:
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Like the CPU's: overwrites pages from the first on."""
+        assert not self._launched
+        for page in range(self._capacity.n_pages):
+            self._pages[page] = [(-1, -1)] * self._capacity.page_tokens
+        return [-1.0] * (len(token_ids) - 1)
+
+    def _verify(self, span: Span, n_positions: int) -> None:
+        """Every position up to there is where the span will look for it, and is the request's own."""
         slot = self._slots[span.slot]
         assert slot.admission.request_id == span.request_id, "the slot belongs to another request"
-        assert span.end <= len(slot.tokens)
-        state = 0 if span.start == 0 else self._read(span, span.start - 1)
-        for position in range(span.start, span.end):
-            state = fold(state, slot.tokens[position])
+        assert span.end <= len(slot.tokens), "tokens that do not exist yet"
+        expected = slot.expected(n_positions)
+        for position in range(n_positions):
             page, offset = self._place(span, position)
-            self._pages[page][offset] = (position, state)
-        for position in range(span.end):
-            self._read(span, position)
-        return state
+            assert self._pages[page][offset] == (position, expected[position]), "the page holds something else"
 
-    def _read(self, span: Span, position: int) -> int:
-        page, offset = self._place(span, position)
-        found, state = self._pages[page][offset]
-        assert found == position, "the page holds other positions"
-        return state
+    def _write(self, span: Span) -> None:
+        expected = self._slots[span.slot].expected(span.end)
+        for position in range(span.start, span.end):
+            page, offset = self._place(span, position)
+            self._pages[page][offset] = (position, expected[position])
 
     def _place(self, span: Span, position: int) -> tuple[int, int]:
         size = self._capacity.page_tokens
         return span.pages[position // size], position % size
 
-    def _sample(self, span: Span, state: int) -> SampledToken:
+    def _sample(self, span: Span) -> SampledToken:
         slot = self._slots[span.slot]
         assert len(slot.tokens) == span.end, "only the last token is sampled from"
-        token = choose(state, slot.admission.seed)
+        token = choose(slot.expected(span.end)[span.end - 1], slot.admission.seed)
         slot.tokens.append(token)
         return SampledToken(span.request_id, token)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,10 @@ def alone(llm: LLM) -> list[list[int]]:
     return [llm.generate([p], GREEDY)[0].token_ids for p in different_prompts(64)]
 
 
-def tokens_of(llm: LLM) -> list[list[int]]:
-    return [output.token_ids for output in llm.generate(different_prompts(64), GREEDY)]
+def tokens_of(llm: LLM, max_tokens: int = 12) -> list[list[int]]:
+    """The first of the tokens that all prompts together get."""
+    outputs = llm.generate(different_prompts(64), replace(GREEDY, max_tokens=max_tokens))
+    return [output.token_ids[:12] for output in outputs]
 
 
 def test_64_prompts_together_are_as_alone(llm: LLM, alone: list[list[int]]) -> None:
@@ -72,7 +75,8 @@ def test_64_prompts_under_other_circumstances(
     real_model: Path, alone: list[list[int]], options: dict[str, object]
 ) -> None:
     with LLM(real_model, **{"kv_memory_bytes": 600 * PAGE_BYTES, **options}) as other:  # type: ignore[arg-type]
-        assert tokens_of(other) == alone
+        # Admission leaves every answer some room to grow: it takes long ones to outgrow the cache.
+        assert tokens_of(other, 60 if "kv_memory_bytes" in options else 12) == alone
         assert ("kv_memory_bytes" in options) == (other.scheduler.n_preemptions > 0)
 
 
@@ -130,7 +134,7 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
     assert llm.scheduler.n_running == 0
 
 
-def test_a_failing_callback_ends_its_own_request_alone(llm: LLM) -> None:
+def test_a_failing_callback_ends_its_call(llm: LLM) -> None:
     def fail(number: int, piece: object) -> None:
         if number == 0:
             raise ZeroDivisionError("mine")

@@ -365,7 +365,7 @@ junk = st.one_of(
     st.text(max_size=5),
     st.lists(st.text(max_size=3), max_size=4),
     st.lists(st.integers(-3, 10), max_size=4),
-    st.lists(st.floats(), min_size=1, max_size=300).map(lambda values: np.array(values, np.float32)),
+    st.lists(st.floats(width=32), min_size=1, max_size=300).map(lambda values: np.array(values, np.float32)),
 )
 KEYS = ("model", "pre", "tokens", "token_type", "scores", "merges", "bos_token_id", "add_bos_token", "add_space_prefix")
 

@@ -1,39 +1,51 @@
-"""The one loop: plan, launch, land, commit. It measures the time that it spends outside the executor."""
+"""The one loop: plan, launch, land, commit, deliver. It measures the time that it spends outside the executor."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gapless.errors import ExecutorError
 from gapless.executor.protocol import Executor
 from gapless.request import FinishReason, Request
 from gapless.sampling import SamplingParams
 from gapless.scheduler import Scheduler, TokenEvent
-from gapless.step import TokenLogprobs
+from gapless.step import StepResult, TokenLogprobs
+
+T = TypeVar("T")
 
 SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads the seeds of a prompt's samples
 
 
 class Sink:
-    """Receives a request's tokens; subclasses make text of them."""
+    """Receives a request's tokens, on the thread that drives the engine; subclasses make text of them."""
 
     def on_token(self, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Take a token; True to end the request here (a stop string)."""
         return False
 
     def on_finish(self, reason: FinishReason, error: Exception | None) -> None:
-        """The request has ended."""
+        """The request has ended; called once."""
 
 
 @dataclass
 class EngineStats:
-    """Counters since the start. ``executor_s`` is spent in launch and land, ``busy_s`` in all of the loop."""
+    """Counters since the start.
+
+    Attributes:
+        steps: landed.
+        tokens: delivered.
+        executor_s: spent in the executor, launching and waiting to land.
+        busy_s: spent in the loop, in all; idle time between requests is not in it.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -41,30 +53,35 @@ class EngineStats:
     busy_s: float = 0.0
 
     @property
+    def host_s(self) -> float:
+        """Time in the loop outside the executor: planning, taking results, making text."""
+        return self.busy_s - self.executor_s
+
+    @property
     def host_share(self) -> float:
-        """Time outside the executor over time in the loop."""
-        return 1.0 - self.executor_s / self.busy_s if self.busy_s else 0.0
-
-
-@dataclass
-class _Entry:
-    request: Request
-    sink: Sink
+        """``host_s`` over ``busy_s``."""
+        return self.host_s / self.busy_s if self.busy_s else 0.0
 
 
 class Engine:
-    """Drives an executor with a scheduler. ``submit`` and ``abort`` may be called from any thread, ``step`` by one at
-    a time: hold ``driving`` around it."""
+    """Drives an executor with a scheduler.
+
+    ``submit``, ``abort`` and ``call`` may be used from any thread; they take effect at the next step. ``step`` is for
+    one thread at a time: hold ``driving`` around it, or leave it to an ``EngineThread``.
+    """
 
     def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.stats = EngineStats()
         self.driving = threading.Lock()
-        self._entries: dict[int, _Entry] = {}
+        self._sinks: dict[int, Sink] = {}
         self._ids = itertools.count()
         self._commands: deque[Callable[[], None]] = deque()
         self._n_launched = 0
+        self._inside_s = 0.0
+
+    # --- from any thread
 
     def submit(
         self,
@@ -77,81 +94,181 @@ class Engine:
     ) -> list[int]:
         """Queue a prompt, one sample for each sink; returns their request ids.
 
-        What is wrong with the request is told to the sinks, by ``on_finish``, when the loop takes it.
+        Sample ``i`` has the seed ``seed + i * SEED_STEP`` (modulo 2^64), so the first is what ``n = 1`` gives. What is
+        wrong with a request is told to its sink, by ``on_finish``.
         """
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         tokens, leader = tuple(prompt), None
         ids: list[int] = []
         for index, sink in enumerate(sinks):
-            request = Request(
-                next(self._ids), tokens, sampling, (seed + index * SEED_STEP) % (1 << 64), stop_ids,
-                priority=priority, leader=leader,
-            )  # fmt: skip
+            own_seed = (seed + index * SEED_STEP) % (1 << 64)
+            request = Request(next(self._ids), tokens, sampling, own_seed, stop_ids, priority, leader)
             leader = leader or request
             ids.append(request.request_id)
             self._commands.append(lambda r=request, s=sink: self._add(r, s))  # type: ignore[misc]
         return ids
 
     def abort(self, request_id: int) -> None:
-        """End a request; its sink learns of it when the loop takes the command. Nothing happens if it has ended."""
+        """End a request. Nothing happens if it has ended."""
         self._commands.append(lambda: self._finish(request_id, "abort"))
+
+    def call(self, use: Callable[[], T]) -> Future[T]:
+        """Have the executor to oneself for a call that may use any of its pages: nothing is in flight meanwhile.
+
+        Requests that run are computed anew afterwards; their tokens do not change.
+        """
+        future: Future[T] = Future()
+        self._commands.append(lambda: self._call(use, future))
+        return future
 
     @property
     def has_work(self) -> bool:
         return bool(self._commands) or self.scheduler.has_work
 
+    # --- by the thread that drives
+
     def step(self) -> None:
-        """Take commands, launch up to the executor's depth, land one step."""
-        started = time.perf_counter()
-        inside = 0.0
+        """Take commands, launch up to the executor's depth, land one step, deliver its tokens.
+
+        An error of the executor ends the requests that ran and is told to their sinks.
+        """
+        started, before = time.perf_counter(), self._inside_s
         while self._commands:
             self._commands.popleft()()
         try:
             while self._n_launched < self.executor.depth and (plan := self.scheduler.plan()) is not None:
-                launch = time.perf_counter()
-                self.executor.launch(plan)
-                inside += time.perf_counter() - launch
+                self._inside(lambda: self.executor.launch(plan))
                 self._n_launched += 1
-            if self._n_launched:
-                land = time.perf_counter()
-                result = self.executor.land()
-                inside += time.perf_counter() - land
-                self._n_launched -= 1
-                self.stats.steps += 1
-                self._deliver(self.scheduler.commit(result))
-        except ExecutorError as problem:
+            result = self._land() if self._n_launched else None
+        except Exception as problem:  # whatever a device may raise
             self._fail(problem)
-        self.stats.executor_s += inside
+        else:
+            if result is not None:
+                self._deliver(self.scheduler.commit(result))
+        self.stats.executor_s += self._inside_s - before
         self.stats.busy_s += time.perf_counter() - started
+
+    def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """Tell every sink of its end; for the end of the loop, after which nothing is planned."""
+        while self._commands:
+            self._commands.popleft()()
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            self._tell(sink, reason, error)
+
+    def _inside(self, use: Callable[[], T]) -> T:
+        """Call the executor, and measure how long it takes."""
+        started = time.perf_counter()
+        try:
+            return use()
+        finally:
+            self._inside_s += time.perf_counter() - started
+
+    def _land(self) -> StepResult:
+        self._n_launched -= 1
+        result = self._inside(self.executor.land)
+        self.stats.steps += 1
+        return result
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         self.stats.tokens += len(events)
         for request, token, logprobs, reason in events:
-            entry = self._entries[request.request_id]
-            # A stop string may complete with the very token that also ends the request.
-            stopped = entry.sink.on_token(token, logprobs)
-            if reason is not None:
-                del self._entries[request.request_id]
-                entry.sink.on_finish("stop" if stopped else reason, None)
-            elif stopped:
-                self._finish(request.request_id, "stop")
+            sink = self._sinks.get(request.request_id)
+            if sink is None:
+                continue  # a sink before it has ended them all
+            try:
+                stopped = sink.on_token(token, logprobs)
+            except Exception as problem:  # the sink's own: the others go on
+                self._finish(request.request_id, "error", problem, ended=reason is not None)
+                continue
+            if stopped or reason is not None:
+                # A stop string may complete with the very token that also ends the request.
+                self._finish(request.request_id, "stop" if stopped else reason or "stop", ended=reason is not None)
 
     def _add(self, request: Request, sink: Sink) -> None:
         try:
             self.scheduler.add(request)
         except Exception as problem:
-            sink.on_finish("error", problem)
+            self._tell(sink, "error", problem)
         else:
-            self._entries[request.request_id] = _Entry(request, sink)
+            self._sinks[request.request_id] = sink
 
-    def _finish(self, request_id: int, reason: FinishReason) -> None:
-        if self.scheduler.finish(request_id, reason):
-            self._entries.pop(request_id).sink.on_finish(reason, None)
+    def _finish(
+        self, request_id: int, reason: FinishReason, error: Exception | None = None, *, ended: bool = False
+    ) -> None:
+        """Tell the sink of the end of a request, which the scheduler knows of already if ``ended``."""
+        if ended or self.scheduler.finish(request_id, reason):
+            self._tell(self._sinks.pop(request_id), reason, error)
 
-    def _fail(self, problem: ExecutorError) -> None:
-        """End all requests with the error; the loop lives on."""
+    @staticmethod
+    def _tell(sink: Sink, reason: FinishReason, error: Exception | None) -> None:
+        with contextlib.suppress(Exception):  # nobody is left to be told
+            sink.on_finish(reason, error)
+
+    def _call(self, use: Callable[[], T], future: Future[T]) -> None:
+        try:
+            while self._n_launched:
+                self._deliver(self.scheduler.commit(self._land()))
+            self.scheduler.recompute()
+        except Exception as problem:
+            self._fail(problem)
+        try:
+            future.set_result(self._inside(use))
+        except Exception as problem:
+            future.set_exception(problem)
+
+    def _fail(self, problem: Exception) -> None:
+        """End what ran with the error; the loop lives on."""
+        for _ in range(self._n_launched):
+            with contextlib.suppress(Exception):
+                self.executor.land()
         self._n_launched = 0
-        self.scheduler.fail_in_flight()
-        entries, self._entries = self._entries, {}
-        for entry in entries.values():
-            entry.sink.on_finish("error", problem)
+        for request in self.scheduler.fail():
+            self._finish(request.request_id, "error", problem, ended=True)
+
+
+class EngineThread:
+    """Drives an engine on a thread of its own, which sleeps while there is nothing to do.
+
+    So a Ctrl-C reaches whoever waits for tokens, and never a step half done.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._work = threading.Event()
+        self._ended: ExecutorError | None = None
+        self._thread: threading.Thread | None = None
+
+    def wake(self) -> None:
+        """Call this after ``submit``, ``abort`` or ``call``. Raises ExecutorError if the loop has ended."""
+        if self._ended is not None:
+            raise self._ended
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gapless-engine", daemon=True)
+            self._thread.start()
+        self._work.set()
+
+    def close(self) -> None:
+        """End what still runs, as aborted, and the thread; idempotent."""
+        self._ended = self._ended or ExecutorError("the model has been closed", "open it again")
+        self._work.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as problem:  # a bug: nothing that is left can be relied on
+            self._ended = ExecutorError(f"the engine has failed: {problem!r}", "open the model again and report this")
+            self._ended.__cause__ = problem
+            self._engine.end_all("error", self._ended)
+        else:
+            self._engine.end_all("abort")
+
+    def _loop(self) -> None:
+        while self._ended is None:
+            self._work.wait()
+            self._work.clear()
+            while self._ended is None and self._engine.has_work:
+                with self._engine.driving:
+                    self._engine.step()

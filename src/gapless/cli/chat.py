@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gapless.cli.options import EngineOptions, engine_options, json_option, model_argument, sampling_options
 from gapless.cli.output import note, printable, write_json
 from gapless.errors import RequestError
-from gapless.llm import LLM
 from gapless.outputs import StreamPiece
 from gapless.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from gapless.llm import LLM
 
 _HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
@@ -24,6 +27,8 @@ _HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 @json_option
 def command(model: str, system: str | None, sampling: SamplingParams, engine: EngineOptions, as_json: bool) -> None:
     """Talk with a model. Lines of standard input are questions; with --json every answer is an object on a line."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (lines can be edited, and earlier ones found again)
     with engine.open(model) as llm:
         first = [{"role": "system", "content": system}] if system else []
         llm.template  # noqa: B018  (a model without one is an error now, not after the first question)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gapless.cli.output import note
-from gapless.models.store import Progress
 from gapless.units import format_bytes
+
+if TYPE_CHECKING:
+    from gapless.models.store import Progress
 
 
 @contextlib.contextmanager
