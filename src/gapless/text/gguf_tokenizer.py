@@ -51,7 +51,7 @@ class GgufTokenizer:
             )
         if not isinstance(self._kind, str) or self._kind not in ("gpt2", "llama"):
             raise UnsupportedModelError(
-                f"{where}: tokenizer.ggml.model = {self._kind!r} is not supported",
+                f"{where}: tokenizer.ggml.model = {_shown(self._kind)} is not supported",
                 "use a model whose tokenizer is gpt2 (byte pairs) or llama (SentencePiece)",
             )
         self._pre = self._pre_tokenizer() if self._kind == "gpt2" else PreTokenizer(adds_bos=True)
@@ -88,7 +88,7 @@ class GgufTokenizer:
         name = self._metadata.get(_PREFIX + "pre", "default")
         if not isinstance(name, str) or name not in PRE_TOKENIZERS:
             raise UnsupportedModelError(
-                f"{self._where}: tokenizer.ggml.pre = {name!r} is not supported",
+                f"{self._where}: tokenizer.ggml.pre = {_shown(name)} is not supported",
                 f"use a model with one of {', '.join(sorted(PRE_TOKENIZERS))}",
             )
         return PRE_TOKENIZERS[name]
@@ -202,6 +202,11 @@ class GgufTokenizer:
 
     def _error(self, problem: str) -> ModelFileError:
         return ModelFileError(f"{self._where}: {problem}", "download the file again")
+
+
+def _shown(value: object) -> str:
+    """A value in a line of error."""
+    return " ".join(repr(value).split())[:80]
 
 
 def _one_line(problem: BaseException) -> str:
