@@ -55,10 +55,12 @@ class Request:
     landed: int = field(default=0, init=False)  # positions whose computation has landed
     in_flight: int = field(default=0, init=False)  # spans launched and not landed
     sampling_in_flight: int = field(default=0, init=False)  # of them, those that bring a token
-    last_step: int = field(default=-1, init=False)  # the latest step that it was planned in
+    last_step: int = field(
+        default=-1, init=False
+    )  # the latest step that it was planned in, or the one it was admitted in
     cached_pages: int = field(default=0, init=False)  # leading pages that are in the prefix tree
     cacheable: bool = field(default=True, init=False)  # False once others have cached the same tokens first
-    prefix_hits: int = field(default=0, init=False)  # prompt tokens that were found computed when it was first admitted
+    prefix_hits: int = field(default=0, init=False)  # prompt tokens that others had computed for it
     preemptions: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:

@@ -11,11 +11,14 @@ its last step has landed. Lengths are known beforehand and are never overrun.
 - Decodes go first, one token each. Where they do not all fit, those that have waited longest go: each of D decodes
   runs at least once in ``ceil(D / (B - K))`` steps, however long the prompts beside it are. (Samples are shared in the
   same way where a step can take fewer than there are slots: all but one for decodes.)
-- A prompt takes at most half of what is left of the budget, or a page, while others wait behind it; what nobody takes
-  goes to the first. So the running prompt at place i (from 0) advances by at least ``K / 2^(i+1)`` tokens, rounded
-  down, in every step in which it has pages: a short one behind a long one does not wait for its end.
+- A prompt takes at most half of what is left of the budget while others wait behind it; what nobody takes goes to the
+  first. So the running prompt at place i (from 0) advances by at least ``K / 2^(i+1)`` tokens, rounded down, in every
+  step in which it has pages: a short one behind a long one does not wait for its end.
 - The policy's first request is never preempted by those behind it, so one request after the other gets to its end.
   Under FCFS everyone becomes the first; under priorities, everyone whom higher ones leave room.
+
+**Prefixes.** Pages are found by their tokens as soon as they are full and their step has landed, also by prompts that
+run already: one that others have overtaken drops its pages and goes on from theirs.
 
 **Pages.** A request is admitted when there are pages for all that it has to compute, beside those that running
 requests will want: their own prompts, and a page more for each to grow into. Answers outgrow that in the end; then the
@@ -204,6 +207,9 @@ class Scheduler:
         """Chunks of the prompts that run, and of those that can be admitted."""
         left = draft.tokens_left
         chunks: dict[Request, int] = {}
+        prompts = [r for r in prompts if r.state is State.RUNNING]
+        for request in prompts:
+            self._catch_up(request)
         for place, request in enumerate(prompts, start=1):
             chunks[request] = self._share(request, left, alone=place == len(prompts) and not self._waiting)
             left -= chunks[request]
@@ -217,8 +223,7 @@ class Scheduler:
 
     def _share(self, request: Request, left: int, alone: bool) -> int:
         """Tokens of a prompt, given what those before it have left of the budget."""
-        most = left if alone else max(left // 2, self.cache.page_tokens)
-        return min(request.n_left, left, most)
+        return min(request.n_left, left if alone else -(-left // 2))
 
     def _plan_chunk(self, draft: _Draft, request: Request, count: int) -> None:
         sample = count == request.n_left
@@ -289,8 +294,8 @@ class Scheduler:
                 return False
         if not self._free_slots:
             return False  # those who left have steps in flight
-        hits = self.cache.match(request.tokens, request.n_known - 1) if self._prefix_cache else ()
-        self.cache.hold(hits)  # at least one token is left to compute, for its logits
+        hits = self._match(request)
+        self.cache.hold(hits)
         while not self._fits(request, len(hits)):
             if not self._displace(request):
                 self.cache.release(hits)
@@ -318,13 +323,33 @@ class Scheduler:
         self._waiting.remove(request)
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
+        request.last_step = self._n_steps
+        self._begin_after(request, hits)
+        self._insert(self._running, request)
+
+    def _match(self, request: Request) -> tuple[int, ...]:
+        """Computed pages of its tokens; at least one token is left to compute, for its logits."""
+        return self.cache.match(request.tokens, request.n_known - 1) if self._prefix_cache else ()
+
+    def _begin_after(self, request: Request, hits: tuple[int, ...]) -> None:
+        """Let what is computed of a request be these pages of the prefix tree, which it holds."""
         request.pages = hits
         request.planned = request.landed = len(hits) * self.cache.page_tokens
         request.cached_pages = len(hits)
         request.cacheable = self._prefix_cache
+        request.slot_filled = False
         if request.preemptions == 0:
             request.prefix_hits = request.planned
-        self._insert(self._running, request)
+
+    def _catch_up(self, request: Request) -> None:
+        """Let a prompt go on from where others have got with the same tokens, if that is further."""
+        if request.in_flight > 0:
+            return
+        hits = self._match(request)
+        if len(hits) * self.cache.page_tokens > request.planned:
+            self.cache.hold(hits)
+            self.cache.release(request.pages)
+            self._begin_after(request, hits)
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue; what it computed may be found in the prefix tree again."""
