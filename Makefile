@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile
 
-.PHONY: demo test test-hf test-lowest check bench lock format clean
+.PHONY: demo test test-hf test-lowest check bench size lock format clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/gapless demo
@@ -27,6 +27,12 @@ check: $(VENV)/.ready-check
 
 bench: $(VENV)/.ready
 	$(BIN)/python bench/table.py --model $(MODEL)
+
+# What the default install takes, in a fresh environment; 250 MB are allowed.
+size:
+	@rm -rf .venv-size
+	@$(MAKE) --no-print-directory VENV=.venv-size .venv-size/.ready
+	@size=$$(du -sm .venv-size | cut -f1); echo "the default install takes $$size MiB"; test $$size -lt 238
 
 format: $(VENV)/.ready-check
 	$(BIN)/ruff check --fix src tests tools
@@ -48,7 +54,7 @@ lock:
 	$(PYTHON) tools/lock.py --write
 
 clean:
-	rm -rf .venv .venv-hf .venv-lowest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-hf .venv-lowest .venv-size build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.ready: pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,11 @@ EXAMPLES = [
     for page in PAGES
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
+COMMANDS = [
+    (page.relative_to(ROOT).as_posix(), command)
+    for page in PAGES
+    for command in re.findall(r"^\$ \.venv/bin/gapless (.*)$", page.read_text(), re.MULTILINE)
+]
 
 
 @pytest.mark.xdist_group("real-model")
@@ -27,6 +33,17 @@ def test_examples_run(real_model: Path, page: str, number: int, code: str) -> No
     assert done.stdout.strip()
 
 
+@pytest.mark.xdist_group("real-model")
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{p}-{c.split()[0]}" for p, c in COMMANDS])
+def test_commands_run(real_model: Path, tmp_path: Path, page: str, command: str) -> None:
+    (tmp_path / "model.gguf").symlink_to(real_model)
+    done = subprocess.run(
+        [sys.executable, "-m", "gapless", *shlex.split(command)],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
@@ -36,6 +53,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_command_reference_is_current() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "cli_reference.py"), "--check"], capture_output=True, text=True, check=False
-    )
+        [sys.executable, str(ROOT / "tools" / "cli_reference.py"), "--check"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -189,7 +189,8 @@ def _download_by_pip(wheel: Wheel, target: Path, problem: str) -> None:
 
 
 def _pip(*args: str, temp: str | None = None) -> str:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *args]
+    # Without byte code, which would stay behind as 6 MB for what runs once.
+    command = [sys.executable, "-B", "-m", "pip", "--disable-pip-version-check", "--no-input", *args]
     environment = os.environ | ({"TMPDIR": temp} if temp is not None else {})
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode == 0:
