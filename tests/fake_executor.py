@@ -55,7 +55,7 @@ class _Slot:
 
 
 class FakeExecutor:
-    """``fails_at`` numbers the step, from 0, that raises instead of landing."""
+    """The step numbered ``fails_at``, and those launched by then, raise instead of landing."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class FakeExecutor:
         self._slots: dict[int, _Slot] = {}
         self._launched: deque[StepPlan] = deque()
         self.fails_at = fails_at
+        self._n_lost = 0
         self.plans: list[StepPlan] = []
 
     @property
@@ -100,6 +101,9 @@ class FakeExecutor:
     def land(self) -> StepResult:
         plan = self._launched.popleft()
         if plan.step_id == self.fails_at:
+            self._n_lost = len(self._launched) + 1
+        if self._n_lost > 0:
+            self._n_lost -= 1
             raise ExecutorError(f"step {plan.step_id} failed", "try again")
         for span in plan.spans:
             self._verify(span, span.start)

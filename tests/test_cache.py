@@ -85,6 +85,35 @@ def test_more_than_there_is_cannot_be_had() -> None:
         cache.release(a + a)
 
 
+def test_a_page_used_again_outlives_one_that_is_not() -> None:
+    """However often pages are found again, only the order in which they were last let go counts."""
+    cache = PageCache(4, 1)
+    a, b = store(cache, (1, 2)), store(cache, (3, 4))
+    cache.release(a)
+    cache.release(b)
+    for _ in range(1000):
+        cache.hold(a)
+        cache.release(a)
+    taken = cache.allocate(2)
+    assert taken is not None
+    assert set(taken) == set(b)
+    assert cache.match((1, 2), 2) == a
+    assert len(cache._cached) == 2, "bookkeeping grows with use"
+    cache.check([taken])
+
+
+def test_a_forgotten_tree_finds_nothing() -> None:
+    cache = PageCache(8, 2)
+    a = store(cache, (1, 2, 3, 4))
+    with pytest.raises(AssertionError):
+        cache.forget()
+    cache.release(a)
+    cache.forget()
+    assert cache.match((1, 2, 3, 4), 4) == ()
+    assert cache.n_available == 8
+    cache.check()
+
+
 @given(st.integers(0, 10**9), st.integers(1, 24), st.integers(1, 3))
 def test_books_balance_under_random_use(seed: int, n_pages: int, page_tokens: int) -> None:
     rng = random.Random(seed)
