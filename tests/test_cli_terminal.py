@@ -213,6 +213,7 @@ def terminal(request: pytest.FixtureRequest) -> Iterator[type[Terminal]]:
         one.close()
 
 
+@pytest.mark.skipif(not os.isatty(0), reason="keys reach a command only where the tests have a terminal")
 @pytest.mark.xdist_group("real-model")
 def test_a_conversation(real_model: Path, terminal: type[Terminal]) -> None:
     chat = terminal("chat", str(real_model), "--ignore-eos", "--max-tokens", "3000", "--temperature", "0",
@@ -240,6 +241,7 @@ def test_a_conversation(real_model: Path, terminal: type[Terminal]) -> None:
     assert "Traceback" not in chat.seen
 
 
+@pytest.mark.skipif(not os.isatty(0), reason="keys reach a command only where the tests have a terminal")
 @pytest.mark.xdist_group("real-model")
 def test_ctrl_c_ends_a_command(real_model: Path, terminal: type[Terminal]) -> None:
     command = terminal("generate", str(real_model), "--prompt", "One", "--ignore-eos", "--max-tokens", "4000")

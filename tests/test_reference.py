@@ -90,7 +90,7 @@ def test_company_changes_nothing(model: TinyModel) -> None:
         for i, token in zip(live, run(executor, *spans, admissions=tuple(arrivals)), strict=True):
             together[i].append(token)
     for i, tokens in enumerate(together):
-        assert tokens == [replace(t, request_id=100 + i) for t in alone[i]]
+        assert tokens == [t._replace(request_id=100 + i) for t in alone[i]]
 
 
 def test_recompute_after_preemption_goes_on_with_the_same_tokens(model: TinyModel) -> None:
