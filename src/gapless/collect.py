@@ -42,7 +42,7 @@ class Collector(Sink):
         self._live = live
         self._stops = StopStrings(sampling.stop) if sampling.stop else None
         # Without readers or stop strings the text is made once, at the end, by whoever asks for it.
-        self._detokenizer = Detokenizer(tokenizer) if live or self._stops is not None else None
+        self._detokenizer = Detokenizer(tokenizer, continues=True) if live or self._stops is not None else None
         self._shown: list[str] = []
         self._unreported: list[int] = []
         self._started = time.perf_counter()
@@ -51,7 +51,9 @@ class Collector(Sink):
     def completion(self) -> Completion:
         """The answer; complete once the last piece has been delivered."""
         c = self._completion
-        c.text = self._tokenizer.decode(c.token_ids) if self._detokenizer is None else "".join(self._shown)
+        c.text = (
+            self._tokenizer.decode(c.token_ids, continues=True) if self._detokenizer is None else "".join(self._shown)
+        )
         return c
 
     def on_token(self, token: int, logprobs: TokenLogprobs | None) -> bool:

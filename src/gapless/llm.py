@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gapless.arch.spec import ModelSpec
 from gapless.collect import Collector
 from gapless.engine import Engine, EngineStats, EngineThread
 from gapless.errors import ExecutorError, GaplessError, RequestError
-from gapless.executor.open import KvDtype, open_cpu, open_reference
+from gapless.executor.open import open_cpu, open_reference
 from gapless.executor.protocol import Executor
 from gapless.models import store
 from gapless.models.load import LoadedModel, load_model
@@ -25,6 +25,9 @@ from gapless.sampling import SamplingParams
 from gapless.scheduler import Scheduler, SchedulerConfig
 from gapless.text.chat import ChatTemplate
 from gapless.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from gapless.kernels.cpu.kv import KvDtype
 
 Prompt = str | Sequence[int]
 OnText = Callable[[int, StreamPiece], None]

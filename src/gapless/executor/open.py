@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from gapless.errors import GaplessError, ResourceError
 from gapless.executor.protocol import Executor
 from gapless.models.load import LoadedModel
 from gapless.models.memory import available_bytes, check_memory
 
-KvDtype = Literal["f16", "f32", "q8"]
+if TYPE_CHECKING:  # the kernels' modules are imported by those who run them
+    from gapless.kernels.cpu.kv import KvDtype
 
 PAGE_TOKENS = 16
 REQUEST_TOKENS = 2048  # that the cache has room for, times the requests that run at once

@@ -1,0 +1,212 @@
+"""Calls of the Python interface on a small model: interruptions, scoring, closing, the size of the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gapless.errors import ExecutorError, GaplessError, RequestError, ResourceError
+from gapless.executor.open import cache_pages
+from gapless.llm import LLM
+from gapless.outputs import StreamPiece
+from gapless.sampling import SamplingParams
+from tiny_gguf import write_gguf
+
+pytestmark = pytest.mark.xdist_group("real-model")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, ignore_eos=True)
+PROMPT = list(range(60, 100))
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("calls") / "tiny.gguf", "smollm2", "Q4_0")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["depth 1", "depth 2"])
+def llm(tiny: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(tiny, threads=1, depth=request.param, kv_memory_bytes=1 << 24) as llm:
+        yield llm
+
+
+def wait_until_idle(llm: LLM) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while llm.engine.has_work:
+        assert time.monotonic() < deadline, "a request was left behind"
+        time.sleep(0.001)
+    llm.scheduler.check()
+
+
+def test_ctrl_c_ends_a_call_and_nothing_else(llm: LLM) -> None:
+    expected = llm.generate([PROMPT], GREEDY)[0].token_ids
+    done: list[list[int]] = []
+    other = threading.Thread(target=lambda: done.append(llm.generate([PROMPT] * 40, GREEDY)[39].token_ids))
+
+    def interrupt(number: int, piece: StreamPiece) -> None:
+        if not other.ident:
+            other.start()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT] * 80, LONG, on_text=interrupt)
+    other.join()
+    wait_until_idle(llm)
+    assert done == [expected]
+    assert llm.generate([PROMPT], GREEDY)[0].token_ids == expected
+
+
+def test_ctrl_c_reaches_a_call_that_waits(llm: LLM) -> None:
+    def generate_for_ever() -> None:
+        while True:
+            llm.generate([PROMPT] * 30, LONG)
+
+    timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        generate_for_ever()
+    timer.join()
+    wait_until_idle(llm)
+    assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
+
+
+def test_scoring_leaves_no_trace_in_the_cache(llm: LLM) -> None:
+    """It writes over pages that the prefix tree knows, also while requests run."""
+    expected = llm.generate([PROMPT], GREEDY)[0].token_ids
+    text = [7] * 100
+    scores = llm.score(text)
+    assert llm.generate([PROMPT], GREEDY)[0].token_ids == expected
+    whole = llm.generate([PROMPT], LONG)[0].token_ids
+    pieces = llm.stream(PROMPT, LONG)
+    found = list(next(pieces).token_ids)
+    for _ in range(3):
+        assert llm.score(text) == scores
+        found += next(pieces).token_ids
+    found += [token for piece in pieces for token in piece.token_ids]
+    assert found == whole
+
+
+def test_scoring_what_cannot_be_scored(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="token id"):
+        llm.score([10**6])
+    with pytest.raises(RequestError, match="5000 tokens"):
+        llm.score([1] * 5000)
+    assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
+
+
+def test_streams_that_are_cancelled(llm: LLM) -> None:
+    async def read() -> None:
+        async for _ in llm.astream(PROMPT, LONG):
+            pass
+
+    async def cancel() -> None:
+        tasks = [asyncio.create_task(read()) for _ in range(5)]
+        await asyncio.sleep(0.02)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(cancel())
+    wait_until_idle(llm)
+
+
+def test_many_prompts_and_samples_at_once(llm: LLM) -> None:
+    expected = llm.generate([PROMPT], GREEDY)[0].token_ids
+    outputs = llm.generate([PROMPT] * 100, [SamplingParams(temperature=0, max_tokens=12, n=2, ignore_eos=True)] * 100)
+    assert all(c.token_ids == expected for output in outputs for c in output.outputs)
+    assert [c.index for c in outputs[0].outputs] == [0, 1]
+    assert outputs[0].ttft_s is not None
+    assert outputs[0].ttft_s > 0
+
+
+def test_text_is_the_same_however_it_is_collected(llm: LLM) -> None:
+    plain = llm.generate([PROMPT], GREEDY)[0]
+    watched = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=("\0\0",)))[0]
+    pieces: list[StreamPiece] = []
+    live = llm.generate([PROMPT], GREEDY, on_text=lambda _, piece: pieces.append(piece))[0]
+    assert plain.text == watched.text == live.text == "".join(p.text for p in pieces)
+    assert [t for p in pieces for t in p.token_ids] == plain.token_ids
+
+
+def test_no_prompts_are_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_a_closed_model_says_so(tiny: Path) -> None:
+    llm = LLM(tiny, threads=1, kv_memory_bytes=1 << 24)
+    stream = llm.stream(PROMPT, LONG)
+    next(stream)
+    llm.close()
+    llm.close()
+    assert [p.finish_reason for p in stream][-1] == "abort"
+    for use in (lambda: llm.generate([PROMPT]), lambda: list(llm.stream(PROMPT)), lambda: llm.score(PROMPT)):
+        with pytest.raises(ExecutorError, match="closed"):
+            use()
+
+
+def test_a_failed_step_is_raised(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny, threads=1, kv_memory_bytes=1 << 24) as llm:
+        expected = llm.generate([PROMPT], GREEDY)[0].token_ids
+        land = llm.executor.land
+
+        def fail() -> None:
+            land()
+            raise ExecutorError("logits are not finite", "check the weights")
+
+        monkeypatch.setattr(llm.executor, "land", fail)
+        with pytest.raises(ExecutorError, match="not finite"):
+            llm.generate([PROMPT, PROMPT], GREEDY)
+        with pytest.raises(ExecutorError, match="not finite"):
+            list(llm.stream(PROMPT, GREEDY))
+        monkeypatch.undo()
+        assert llm.generate([PROMPT], GREEDY)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("executor", ["cpu", "reference"])
+def test_a_lowered_context_is_kept_to(tiny: Path, executor: str) -> None:
+    with LLM(tiny, executor=executor, threads=1, context_tokens=48, max_running=2) as llm:  # type: ignore[arg-type]
+        assert len(llm.generate([PROMPT], LONG)[0].token_ids) == 8
+        with pytest.raises(RequestError, match="48 tokens and the context holds 48"):
+            llm.generate([[5] * 48])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": 0}, "threads = 0"), ({"depth": 0}, "depth = 0"), ({"max_running": 0}, "max_running = 0"),
+        ({"context_tokens": 1}, "context_tokens = 1"), ({"max_step_tokens": 1}, "max_step_tokens = 1"),
+        ({"context_tokens": 128, "kv_memory_bytes": 1 << 14}, "context = 128 tokens"),
+    ],
+)  # fmt: skip
+def test_counts_that_are_too_small(tiny: Path, options: dict[str, int], message: str) -> None:
+    with pytest.raises(GaplessError, match=message):
+        LLM(tiny, **options)  # type: ignore[arg-type]
+
+
+def pages(context_tokens: int | None = None, *, memory: int | None = None, available: int = 10**12) -> int:
+    """Of 1,000 bytes, for a model of 8,192 tokens and 64 requests at once."""
+    return cache_pages(
+        1000, model_context=8192, context_tokens=context_tokens, max_running=64, kv_memory_bytes=memory,
+        available=available,
+    )  # fmt: skip
+
+
+def test_the_cache_has_room_for_what_is_likely() -> None:
+    assert pages() == 64 * 128, "64 requests of 2,048 tokens"
+    assert pages(1024) == 64 * 64
+    assert pages(8192) == 64 * 128
+    assert pages(available=4_000_000) == 1000, "a quarter of the memory"
+    assert pages(8192, available=4_000) == 512, "the context that was asked for, whatever it takes"
+    assert pages(100_000, available=4_000) == 512, "no more than the model's"
+    assert pages(available=0) == 4
+    assert pages(memory=10_500) == 10
+    with pytest.raises(ResourceError, match="512000 bytes of cache and kv-memory = 10500"):
+        pages(8192, memory=10_500)
