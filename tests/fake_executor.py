@@ -55,7 +55,7 @@ class _Slot:
 
 
 class FakeExecutor:
-    """The step numbered ``fails_at``, and those launched by then, raise instead of landing."""
+    """The step numbered ``fails_at``, and those launched by then, raise instead of landing; all pages are lost."""
 
     def __init__(
         self,
@@ -102,6 +102,7 @@ class FakeExecutor:
         plan = self._launched.popleft()
         if plan.step_id == self.fails_at:
             self._n_lost = len(self._launched) + 1
+            self._lose_pages()
         if self._n_lost > 0:
             self._n_lost -= 1
             raise ExecutorError(f"step {plan.step_id} failed", "try again")
@@ -119,9 +120,12 @@ class FakeExecutor:
     def score(self, token_ids: list[int]) -> list[float]:
         """Like the CPU's: overwrites pages from the first on."""
         assert not self._launched
-        for page in range(self._capacity.n_pages):
-            self._pages[page] = [(-1, -1)] * self._capacity.page_tokens
+        self._lose_pages()
         return [-1.0] * (len(token_ids) - 1)
+
+    def _lose_pages(self) -> None:
+        for page in self._pages:
+            page[:] = [(-1, -1)] * self._capacity.page_tokens
 
     def _verify(self, span: Span, n_positions: int) -> None:
         """Every position up to there is where the span will look for it, and is the request's own."""

@@ -180,8 +180,9 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run before a step lands (or at all)."""
+        self._preempted_now.clear()
         while True:
-            self._preempted_now.clear()
+            n_preempted = len(self._preempted_now)
             draft = _Draft(self._budget, self.capacity.max_step_samples)
             prompts = [r for r in self._running if r.n_left > 1]
             self._plan_decodes(draft, bool(prompts or self._waiting))
@@ -190,7 +191,7 @@ class Scheduler:
             spans = [(request, span) for request, span in draft.spans if request.state is State.RUNNING]
             if spans:
                 return self._launch(spans)
-            if not self._preempted_now:
+            if len(self._preempted_now) == n_preempted:
                 return None  # else those whose turn it was have made room for others
 
     def _plan_decodes(self, draft: _Draft, prompts_wait: bool) -> None:
@@ -284,9 +285,7 @@ class Scheduler:
     def _waits_for_leader(request: Request) -> bool:
         """Whether another is about to compute the same prompt for it."""
         leader = request.leader
-        if leader is None or leader.preemptions > 0 or leader.finished:
-            return False
-        return leader.landed < len(leader.prompt)
+        return leader is not None and not leader.finished and leader.landed < len(leader.prompt)
 
     def _admit(self, request: Request) -> bool:
         while len(self._running) >= self._max_running:
