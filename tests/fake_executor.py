@@ -46,6 +46,7 @@ class _Slot:
     admission: Admission
     tokens: list[int]
     states: list[int] = field(default_factory=list)  # of the hash, after each token
+    pages: tuple[int, ...] = ()
 
     def expected(self, n: int) -> list[int]:
         """The states of the first ``n`` positions."""
@@ -95,6 +96,10 @@ class FakeExecutor:
         for admission in plan.admissions:
             assert admission.slot not in flying, "a slot is filled while steps write to it"
             self._slots[admission.slot] = _Slot(admission, list(admission.tokens))
+        for span in plan.spans:
+            slot = self._slots[span.slot]
+            assert span.pages[: len(slot.pages)] == slot.pages, "pages are only added while a request keeps its slot"
+            slot.pages = span.pages
         self._launched.append(plan)
         self.plans.append(plan)
 
