@@ -160,11 +160,17 @@ class Terminal:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gapless", *args],
             stdin=other, stdout=other, stderr=other, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=self._take_terminal,
             env={**inherited, "TERM": "xterm", **environment},
         )  # fmt: skip
         os.close(other)
         self.seen = ""
+
+    @staticmethod
+    def _take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        # A shell without job control lets what it starts in the background ignore Ctrl-C, and that is inherited.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def expect(self, text: str, after: int = 0, timeout_s: float = 240) -> int:
         """Wait for a text; returns where it ends in what was seen."""
@@ -174,6 +180,8 @@ class Terminal:
         return at + len(text)
 
     def say(self, keys: str) -> None:
+        """Press keys; not before the program has had time to wait for them, as a Ctrl-C before that would be missed."""
+        time.sleep(0.3)
         os.write(self._main, keys.encode())
 
     def end(self, timeout_s: float = 240) -> int:
@@ -213,7 +221,6 @@ def terminal(request: pytest.FixtureRequest) -> Iterator[type[Terminal]]:
         one.close()
 
 
-@pytest.mark.skipif(not os.isatty(0), reason="keys reach a command only where the tests have a terminal")
 @pytest.mark.xdist_group("real-model")
 def test_a_conversation(real_model: Path, terminal: type[Terminal]) -> None:
     chat = terminal("chat", str(real_model), "--ignore-eos", "--max-tokens", "3000", "--temperature", "0",
@@ -241,7 +248,6 @@ def test_a_conversation(real_model: Path, terminal: type[Terminal]) -> None:
     assert "Traceback" not in chat.seen
 
 
-@pytest.mark.skipif(not os.isatty(0), reason="keys reach a command only where the tests have a terminal")
 @pytest.mark.xdist_group("real-model")
 def test_ctrl_c_ends_a_command(real_model: Path, terminal: type[Terminal]) -> None:
     command = terminal("generate", str(real_model), "--prompt", "One", "--ignore-eos", "--max-tokens", "4000")
