@@ -138,6 +138,6 @@ def _limits(r: dict[str, Any]) -> list[str]:
     missing = 1 - r["cores_used"] / r["threads"]
     if missing > BUSY_ELSEWHERE:
         lines.append(
-            f"Other programs held the cores for {100 * missing:.0f}% of the time: it is faster on a quiet one."
+            f"Something else held the cores for {100 * missing:.0f}% of the time: a quiet machine is faster."
         )
     return lines
