@@ -137,7 +137,5 @@ def _limits(r: dict[str, Any]) -> list[str]:
     ]
     missing = 1 - r["cores_used"] / r["threads"]
     if missing > BUSY_ELSEWHERE:
-        lines.append(
-            f"Something else held the cores for {100 * missing:.0f}% of the time: a quiet machine is faster."
-        )
+        lines.append(f"Something else held the cores for {100 * missing:.0f}% of the time: a quiet machine is faster.")
     return lines
