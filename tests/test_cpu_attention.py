@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cpu_ops import F32, ISA_NAMES, address_of
 from gapless.arch.spec import AttentionSpec, ModelSpec, RopeSpec
+from gapless.errors import UnsupportedModelError
 from gapless.executor.cpu_step import Slots, StepMemory
 from gapless.kernels.cpu import abi, kv
 from gapless.kernels.cpu.arena import Arena
@@ -137,7 +140,10 @@ def chunks(n: int, sizes: list[int]) -> list[tuple[int, int]]:
 VARIANTS = {
     "plain": {},
     "one head": {"heads": 1, "kv_heads": 1},
-    "many queries": {"heads": 8, "kv_heads": 1, "dim": 32},
+    "group of 3": {"heads": 9, "kv_heads": 3},
+    "group of 4": {"heads": 4, "kv_heads": 1, "dim": 96},
+    "group of 7": {"heads": 14, "kv_heads": 2, "dim": 32},
+    "group of 64": {"heads": 64, "kv_heads": 1, "dim": 16},
     "odd dim": {"heads": 4, "kv_heads": 2, "dim": 80},
     "tiny dim": {"heads": 4, "kv_heads": 4, "dim": 8},
     "large dim": {"heads": 2, "kv_heads": 1, "dim": 256},
@@ -171,7 +177,7 @@ def test_a_row_does_not_depend_on_chunks_threads_or_company(
     n = 290
     rows = text(a, n)
     together = Layer(kernels, a, kv_dtype).run([whole(n)], rows)
-    for threads, sizes in ((2, [1, 15, 16, 100, 1, 127, 1, 29]), (3, [129] + [1] * 4 + [157])):
+    for threads, sizes in ((2, [1, 15, 16, 100, 1, 127, 1, 29]), (3, [129] + [1] * 4 + [157]), (4, [200, 3, 2, 85])):
         layer = Layer(kernels, a, kv_dtype, threads=threads)
         parts = [
             layer.run([whole(start + count)._replace(start=start, count=count)], rows[start : start + count])
@@ -180,18 +186,26 @@ def test_a_row_does_not_depend_on_chunks_threads_or_company(
         assert np.array_equal(np.concatenate(parts), together)
 
 
-def test_a_decode_among_others_is_as_alone(kernels: Kernels, a: AttentionSpec) -> None:
-    lengths = (1, 40, 129, 260)
+@pytest.mark.parametrize("prompt", [0, 2, 33])
+def test_a_decode_among_others_is_as_alone(kernels: Kernels, a: AttentionSpec, prompt: int) -> None:
+    """Whether a long history is shared out depends on the company; the result does not."""
+    lengths = (1, 40, 129, 260, 500)
     texts = [text(a, n, seed=n) for n in lengths]
     layer = Layer(kernels, a, "f16", threads=2)
+    pages = (0, 1, 4, 13, 30)
     for slot, (n, rows) in enumerate(zip(lengths, texts, strict=True)):
-        if n > 1:
-            layer.run([whole(n - 1, slot, slot * 20)], rows[:-1])
-    spans = [whole(n, slot, slot * 20)._replace(start=n - 1, count=1) for slot, n in enumerate(lengths)]
-    mixed = layer.run([*spans, whole(33, 5, 100)], np.concatenate([*(t[-1:] for t in texts), text(a, 33)]))
+        for start in range(0, n - 1, MAX_TOKENS):
+            part = rows[start : min(start + MAX_TOKENS, n - 1)]
+            layer.run([whole(n - 1, slot, pages[slot])._replace(start=start, count=len(part))], part)
+    spans = [whole(n, slot, pages[slot])._replace(start=n - 1, count=1) for slot, n in enumerate(lengths)]
+    others = [whole(prompt, 5, 100)] if prompt else []
+    mixed = layer.run([*spans, *others], np.concatenate([*(t[-1:] for t in texts), text(a, prompt)]))
     for slot, (n, rows) in enumerate(zip(lengths, texts, strict=True)):
-        alone = Layer(kernels, a, "f16").run([whole(n)], rows)
-        assert np.array_equal(mixed[slot], alone[-1]), n
+        alone = Layer(kernels, a, "f16")
+        for start in range(0, n, MAX_TOKENS):
+            part = rows[start : start + MAX_TOKENS]
+            last = alone.run([whole(n)._replace(start=start, count=len(part))], part)[-1]
+        assert np.array_equal(mixed[slot], last), n
 
 
 def test_norms_of_queries_and_keys(kernels: Kernels) -> None:
@@ -242,33 +256,98 @@ def test_one_bad_key_spoils_only_those_who_see_it(kernels: Kernels, kv_dtype: kv
     assert np.array_equal(spoilt[bad + 40 :], clean[bad + 40 :])
 
 
-@dataclass
-class Case:
-    counts: list[int]
-    starts: list[int]
+CONTEXT = 4096
+STEP_TOKENS = 128
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_units_cover_every_query_and_split_once(threads: int) -> None:
-    spec = spec_with(attention_spec(heads=6, kv_heads=2))
-    limits = Limits(MAX_TOKENS, 16, threads)
-    arena = Arena()
-    planner = kv.UnitPlanner(spec, limits, 512, arena)
-    for case in (Case([1], [0]), Case([1, 1], [300, 127]), Case([64, 1], [0, 128]), Case([1] * 40, [9] * 40)):
-        spans = np.zeros((len(case.counts), abi.SPAN_WORDS), np.int64)
-        spans[:, abi.SPAN_COUNT], spans[:, abi.SPAN_START] = case.counts, case.starts
-        spans[:, abi.SPAN_ROW] = np.cumsum([0, *case.counts[:-1]])
-        words = np.zeros(abi.STEP_WORDS, np.int64)
-        planner.plan(words, spans)
-        units = planner._units[: words[abi.N_UNITS]]
-        seen: dict[tuple[int, int, int], set[int]] = {}
-        for unit in units.tolist():
-            for query in range(unit[abi.UNIT_QUERY], unit[abi.UNIT_QUERY] + unit[abi.UNIT_QUERIES]):
-                splits = seen.setdefault((unit[abi.UNIT_SPAN], unit[abi.UNIT_HEAD], query), set())
-                new = set(range(unit[abi.UNIT_SPLIT_LO], unit[abi.UNIT_SPLIT_HI]))
-                assert not splits & new
-                splits |= new
-        assert len(seen) == 2 * sum(case.counts)
-        for (span, _, query), splits in seen.items():
-            needed = (case.starts[span] + query) // abi.SPLIT_TOKENS + 1
-            assert splits >= set(range(needed))
+def plan_units(
+    spans: list[tuple[int, int]], threads: int, heads: int = 9, kv_heads: int = 3
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Units and merges of spans (start, count)."""
+    spec = spec_with(attention_spec(heads=heads, kv_heads=kv_heads))
+    planner = kv.UnitPlanner(spec, Limits(STEP_TOKENS, 16, threads), CONTEXT, Arena())
+    table = np.zeros((len(spans), abi.SPAN_WORDS), np.int64)
+    table[:, abi.SPAN_START], table[:, abi.SPAN_COUNT] = np.array(spans).T
+    table[:, abi.SPAN_ROW] = np.cumsum(table[:, abi.SPAN_COUNT]) - table[:, abi.SPAN_COUNT]
+    words = np.zeros(abi.STEP_WORDS, np.int64)
+    planner.plan(words, table)
+    units, merges = planner._units[: words[abi.N_UNITS]], planner._merges[: words[abi.N_MERGES]]
+    assert (len(units), len(merges)) == (words[abi.N_UNITS], words[abi.N_MERGES]), "no room"
+    return units.tolist(), merges.tolist()
+
+
+def unit_work(unit: list[int]) -> int:
+    return unit[abi.UNIT_QUERIES] * (unit[abi.UNIT_SPLIT_HI] - unit[abi.UNIT_SPLIT_LO])
+
+
+some_spans = st.lists(
+    st.tuples(st.integers(0, CONTEXT - 40), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=12
+).filter(lambda spans: sum(count for _, count in spans) <= STEP_TOKENS)
+
+
+@given(some_spans, st.integers(1, 6), st.sampled_from([(9, 3), (1, 1), (64, 1), (8, 8), (14, 2)]))
+def test_units_take_every_split_of_every_query_once(
+    spans: list[tuple[int, int]], threads: int, heads: tuple[int, int]
+) -> None:
+    units, merges = plan_units(spans, threads, *heads)
+    group = heads[0] // heads[1]
+    seen: dict[tuple[int, int, int], list[int]] = {}
+    partials: dict[tuple[int, int, int], list[int]] = {}
+    for unit in units:
+        assert unit[abi.UNIT_QUERIES] == 1 or unit[abi.UNIT_QUERIES] * group <= abi.QUERY_ROWS
+        for query in range(unit[abi.UNIT_QUERY], unit[abi.UNIT_QUERY] + unit[abi.UNIT_QUERIES]):
+            key = (unit[abi.UNIT_SPAN], unit[abi.UNIT_HEAD], query)
+            seen.setdefault(key, []).extend(range(unit[abi.UNIT_SPLIT_LO], unit[abi.UNIT_SPLIT_HI]))
+            if unit[abi.UNIT_PARTIAL] >= 0:
+                assert unit[abi.UNIT_SPLIT_HI] - unit[abi.UNIT_SPLIT_LO] == 1
+                partials.setdefault(key, []).append(unit[abi.UNIT_PARTIAL])
+    assert len(seen) == heads[1] * sum(count for _, count in spans)
+    for (span, _, query), splits in seen.items():
+        # A tile of queries may reach one split further than its first query sees.
+        needed = (spans[span][0] + query) // abi.SPLIT_TOKENS + 1
+        assert splits == list(range(len(splits)))
+        assert needed <= len(splits) <= needed + 1
+    first_rows = np.cumsum([0, *(count for _, count in spans)])
+    expected_merges = [
+        [first_rows[span] + query, head, places[0], len(places)] for (span, head, query), places in partials.items()
+    ]
+    assert sorted(merges) == sorted(expected_merges)
+    used = sorted(place for places in partials.values() for place in places)
+    assert used == [i * group for i in range(len(used))]
+    for places in partials.values():
+        assert places == [places[0] + i * group for i in range(len(places))]
+
+
+@given(some_spans, st.integers(2, 6), st.sampled_from([(9, 3), (1, 1), (64, 1), (8, 8)]))
+def test_partials_have_room(spans: list[tuple[int, int]], threads: int, heads: tuple[int, int]) -> None:
+    units, _ = plan_units(spans, threads, *heads)
+    a = attention_spec(heads=heads[0], kv_heads=heads[1])
+    room = kv._partials(Arena(), spec_with(a), CONTEXT, Limits(STEP_TOKENS, 16, threads)).nbytes
+    n_partials = sum(unit[abi.UNIT_PARTIAL] >= 0 for unit in units) * heads[0] // heads[1]
+    assert n_partials * (abi.PARTIAL_HEAD_BYTES + 4 * 64) <= room
+
+
+BALANCED = {
+    "one request": [(511, 1)],
+    "one long request": [(4000, 1)],
+    "a long one among short ones": [(4000, 1)] + [(50, 1)] * 8,
+    "a batch of many lengths": [(100 * i, 1) for i in range(32)],
+    "a prompt": [(0, 128)],
+    "the end of a long prompt": [(4000, 3)],
+    "a prompt and decodes": [(900, 1)] * 9 + [(3000, 50)],
+}
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("case", list(BALANCED))
+def test_threads_get_about_the_same(case: str, threads: int) -> None:
+    units, _ = plan_units(BALANCED[case], threads)
+    loads = [sum(unit_work(unit) for unit in units[tid::threads]) for tid in range(threads)]
+    assert max(loads) <= 1.25 * sum(loads) / threads
+
+
+def test_layers_of_different_heads_are_refused() -> None:
+    spec = spec_with(attention_spec())
+    other = replace(spec.layers[0], attention=attention_spec(heads=4))
+    with pytest.raises(UnsupportedModelError, match="differ in their heads"):
+        kv.UnitPlanner(replace(spec, layers=(*spec.layers, other)), Limits(8, 1, 1), 64, Arena())

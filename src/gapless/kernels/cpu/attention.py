@@ -58,6 +58,7 @@ from gapless.kernels.cpu.abi import (
     UNITS,
 )
 from gapless.kernels.cpu.attention_rows import (
+    LOG2_E,
     STATE_BYTES,
     cap_scores,
     clear,
@@ -116,7 +117,7 @@ class Scratch(NamedTuple):
 
     q: int
     scores: int
-    wide: int  # SCORE_PAGES pages of float32 keys, or one of values
+    wide: int  # keys or values of two pages in float32
     acc: int
     states: int
     part: int  # accumulators and states of one split
@@ -178,9 +179,11 @@ def scratch_of(op, tid):  # type: ignore[no-untyped-def]
 
 @jit
 def gather_queries(op, tile, q):  # type: ignore[no-untyped-def]
-    """Rows (query, head of the group), scaled and padded."""
+    """Rows (query, head of the group), padded and scaled: scores shall be in units of ln 2 unless a cap comes first."""
     dim = ld_i64(op + 8 * ATT_HEAD_DIM)
     scale = bits_f32(ld_i64(op + 8 * ATT_SCALE))
+    if bits_f32(ld_i64(op + 8 * ATT_SOFTCAP)) == np.float32(0.0):
+        scale *= np.float32(LOG2_E)
     for i in range(tile.queries):
         x = ld_i64(op + 8 * ATT_Q) + (tile.row + i) * ld_i64(op + 8 * ATT_Q_STRIDE) + tile.head * tile.group * dim * 4
         for g in range(tile.group):
@@ -234,12 +237,12 @@ def write_partial(op, partial, state, acc, dim):  # type: ignore[no-untyped-def]
         vstore(out + PARTIAL_HEAD_BYTES + 4 * i, vload(acc + 4 * i))
 
 
-def _products(kind: str) -> tuple[Any, Any]:
-    """Products of all rows with the keys of one page or two, and with the values of a page."""
+def _products(kind: str, *, fetch: bool) -> tuple[Any, Any]:
+    """Products of all rows with the keys of one page or two, and with values side by side."""
     size = ELEMENT_BYTES[kind]
-    two_pages = score_tile(kind, SCORE_PAGES)
-    one_page = score_tile(kind, 1)
-    values_of = value_tile(kind)
+    two_pages = score_tile(kind, SCORE_PAGES, fetch=fetch)
+    one_page = score_tile(kind, 1, fetch=fetch)
+    values_of = value_tile(kind, fetch=fetch)
 
     @jit
     def score(q, n_rows, dim, k0, k1, out):  # type: ignore[no-untyped-def]
@@ -255,7 +258,7 @@ def _products(kind: str) -> tuple[Any, Any]:
 
     @jit
     def mix(p, n_rows, v, dim, acc, n, ahead):  # type: ignore[no-untyped-def]
-        """acc += weights of ``n`` positions times their values; fetches the page at ``ahead``."""
+        """acc += weights of ``n`` positions times their values; may fetch the page at ``ahead``."""
         d = 0
         while d < dim:
             vectors = value_vectors((dim - d) // VL)
@@ -271,10 +274,13 @@ def _products(kind: str) -> tuple[Any, Any]:
     return score, mix
 
 
+_WIDE_PRODUCTS = _products("f32", fetch=False)
+
+
 def _split(kind: str) -> Any:
     size = ELEMENT_BYTES[kind]
-    score, mix = _products(kind)
-    score_wide, mix_wide = _products("f32")
+    score, mix = _products(kind, fetch=True)
+    score_wide, mix_wide = _WIDE_PRODUCTS
     widened = widen(kind)
     is_int8 = kind == "i8"
     may_widen = kind != "f32"
@@ -304,24 +310,33 @@ def _split(kind: str) -> Any:
             page += 2 if two else 1
 
     @jit
-    def mix_pages(history, tile, first, n_pages, n, scratch, acc, after):  # type: ignore[no-untyped-def]
+    def mix_widened(history, tile, first, n, scratch, acc):  # type: ignore[no-untyped-def]
+        """``n`` positions of a split, two pages at a time."""
+        numbers = tile.dim * PAGE_TOKENS
+        n_rows = tile.queries * tile.group
+        for j in range(0, n, 2 * PAGE_TOKENS):
+            n_here = min(n - j, 2 * PAGE_TOKENS)
+            for i in range(0, n_here, PAGE_TOKENS):
+                block = page_at(history, first + (j + i) // PAGE_TOKENS)
+                n_page = min(n_here - i, PAGE_TOKENS)
+                widened(block + numbers * size, scratch.wide + i * tile.dim * 4, n_page * tile.dim)
+                if is_int8:
+                    scale_columns(scratch.scores + 4 * (j + i), n_rows, block + 2 * numbers + 4 * PAGE_TOKENS)
+            mix_wide(scratch.scores + 4 * j, n_rows, scratch.wide, tile.dim, acc, n_here, scratch.wide)
+
+    @jit
+    def mix_stored(history, tile, first, n, scratch, acc, after):  # type: ignore[no-untyped-def]
         """``n`` positions of a split; fetches the keys of ``after``, which are needed next."""
         numbers = tile.dim * PAGE_TOKENS
         n_rows = tile.queries * tile.group
-        clear(acc, n_rows * tile.dim)
-        for page in range(n_pages):
+        for j in range(0, n, PAGE_TOKENS):
+            page = j // PAGE_TOKENS
             block = page_at(history, first + page)
             v = block + numbers * size
-            weights = scratch.scores + page * PAGE_TOKENS * 4
-            n_here = min(n - page * PAGE_TOKENS, PAGE_TOKENS)
             if is_int8:
-                scale_columns(weights, n_rows, block + 2 * numbers + 4 * PAGE_TOKENS)
-            if may_widen and n_rows > WIDEN_ROWS:
-                widened(v, scratch.wide, n_here * tile.dim)
-                mix_wide(weights, n_rows, scratch.wide, tile.dim, acc, n_here, scratch.wide)
-            else:
-                ahead = page_at(after, after.first + page) if after.first + page < after.end else v
-                mix(weights, n_rows, v, tile.dim, acc, n_here, ahead)
+                scale_columns(scratch.scores + 4 * j, n_rows, block + 2 * numbers + 4 * PAGE_TOKENS)
+            ahead = page_at(after, after.first + page) if after.first + page < after.end else v
+            mix(scratch.scores + 4 * j, n_rows, v, tile.dim, acc, min(n - j, PAGE_TOKENS), ahead)
 
     @jit
     def split_rows(op, history, tile, split, scratch, states, acc, after):  # type: ignore[no-untyped-def]
@@ -331,7 +346,11 @@ def _split(kind: str) -> Any:
         n_pages = (n + PAGE_TOKENS - 1) // PAGE_TOKENS
         score_pages(history, tile, first, n_pages, scratch)
         soften_rows(op, tile, split, n_pages * PAGE_TOKENS, scratch.scores, states)
-        mix_pages(history, tile, first, n_pages, n, scratch, acc, after)
+        clear(acc, tile.queries * tile.group * tile.dim)
+        if may_widen and tile.queries * tile.group > WIDEN_ROWS:
+            mix_widened(history, tile, first, n, scratch, acc)
+        else:
+            mix_stored(history, tile, first, n, scratch, acc, after)
 
     return split_rows
 
@@ -347,14 +366,15 @@ def _attention(kind: str) -> Any:
         for split in range(first, (history.end + SPLIT_PAGES - 1) // SPLIT_PAGES):
             rest = History(history.pool, history.page_bytes, history.pages, (split + 1) * SPLIT_PAGES, history.end)
             following = rest if rest.first < rest.end else after
+            states = scratch.states if split == first else scratch.part_states
+            acc = scratch.acc if split == first else scratch.part
+            split_rows(op, history, tile, split, scratch, states, acc, following)
             if split == first:
-                split_rows(op, history, tile, split, scratch, scratch.states, scratch.acc, following)
                 continue
-            split_rows(op, history, tile, split, scratch, scratch.part_states, scratch.part, following)
             for r in range(n_rows):
                 at = r * tile.dim * 4
                 state = r * STATE_BYTES
-                join(scratch.states + state, scratch.acc + at, scratch.part_states + state, scratch.part + at, tile.dim)
+                join(scratch.states + state, scratch.acc + at, states + state, acc + at, tile.dim)
         write_tile(op, tile, scratch.states, scratch.acc)
 
     @jit

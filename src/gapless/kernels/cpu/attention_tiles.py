@@ -3,8 +3,9 @@
 A row's arithmetic is the same in every tile: one fused multiply-add after the other, in the order of the dimensions
 (scores) or of the positions (values). Each intrinsic holds tiles of several sizes and takes the size as an argument.
 
-Tiles also fetch ahead, since the processor's own prefetcher stops at each page: a score tile fetches the values that
-lie behind its keys, a value tile the keys at an address that it is given. So the memory works in both phases.
+Tiles that read the cache itself also fetch ahead, since the processor's own prefetcher stops at each page: a score
+tile fetches the values that lie behind its keys, a value tile the keys at an address that it is given. So the memory
+works in both phases.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LINE_BYTES = 64
 SCORE_ROWS = (8, 4, 3, 2, 1) if VL == 16 else (6, 4, 3, 2, 1)
 SCORE_PAGES = 2 if VL == 16 else 1  # pages whose keys a score tile takes together
 VALUE_ROWS = (4, 3, 2, 1)
-VALUE_VECTORS = (4, 3, 2, 1) if VL == 16 else (2, 1)
+VALUE_VECTORS = (4, 2, 1) if VL == 16 else (2, 1)
 
 
 def load_kv(b: Any, addr: Any, kind: str) -> Any:
@@ -69,7 +70,7 @@ def choose(b: Any, key: Any, cases: Mapping[int, Callable[[], None]]) -> None:
     b.position_at_end(done)
 
 
-def score_tile(kind: str, n_pages: int) -> Any:
+def score_tile(kind: str, n_pages: int, *, fetch: bool) -> Any:
     """``tile(rows, q, q_stride, keys0, keys1, dim, out, out_stride)``: dot products of rows with 16 keys a page.
 
     ``rows`` is one of SCORE_ROWS. ``out`` takes 16 floats for each page, one after the other.
@@ -84,7 +85,7 @@ def score_tile(kind: str, n_pages: int) -> Any:
 
         def body(d: Any, sums: list[Any]) -> list[Any]:
             at = b.mul(d, c64(key_bytes))
-            for value in values:
+            for value in values if fetch else ():
                 fetch_lines(b, b.add(value, at), key_bytes)
             part_bytes = VL * ELEMENT_BYTES[kind]
             keys = [load_kv(b, b.add(b.add(pages[p], at), c64(part * part_bytes)), kind) for p, part in columns]
@@ -109,10 +110,10 @@ def score_tile(kind: str, n_pages: int) -> Any:
     return tile
 
 
-def value_tile(kind: str) -> Any:
+def value_tile(kind: str, *, fetch: bool) -> Any:
     """``tile(rows, vectors, p, p_stride, v, dim, acc, acc_stride, n, ahead)``: acc += p[row, j] * v[j], j < n.
 
-    Takes one of VALUE_ROWS and one of VALUE_VECTORS of the dimension ``dim`` of a page; fetches as much at ``ahead``.
+    Takes one of VALUE_ROWS and one of VALUE_VECTORS of the dimension ``dim``; may fetch as much at ``ahead``.
     """
     size = ELEMENT_BYTES[kind]
 
@@ -125,7 +126,8 @@ def value_tile(kind: str) -> Any:
 
         def body(j: Any, sums: list[Any]) -> list[Any]:
             at = b.mul(b.mul(j, dim), c64(size))
-            fetch_lines(b, b.add(ahead, at), n_vectors * VL * size)
+            if fetch:
+                fetch_lines(b, b.add(ahead, at), n_vectors * VL * size)
             values = [load_kv(b, b.add(b.add(v, at), c64(c * VL * size)), kind) for c in range(n_vectors)]
             weights = [splat(b, load_at(b, b.add(row, b.mul(j, c64(4))), F32, 4)) for row in rows]
             return [
@@ -163,10 +165,9 @@ def value_rows(left):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def value_vectors(left):  # type: ignore[no-untyped-def]
-    """Vectors of the next value tile: five are taken as three and two."""
-    if VL != 16:
-        return min(left, 2)
-    return 3 if left == 5 else min(left, 4)
+    if left >= VALUE_VECTORS[0]:
+        return VALUE_VECTORS[0]
+    return min(left, 2)
 
 
 def _load(kind: str) -> Any:

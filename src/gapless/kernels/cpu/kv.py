@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from gapless.arch.spec import AttentionSpec, ModelSpec, RopeSpec
-from gapless.errors import GaplessError
+from gapless.errors import GaplessError, UnsupportedModelError
 from gapless.kernels.cpu import abi
 from gapless.kernels.cpu.arena import Arena, address_of
 from gapless.kernels.cpu.tape import Limits, Rows, Tape, float_bits
@@ -20,8 +19,11 @@ KvDtype = Literal["f16", "f32", "q8"]
 KERNEL_KINDS: dict[KvDtype, str] = {"f16": "f16", "f32": "f32", "q8": "i8"}
 _ELEMENT_BYTES: dict[KvDtype, int] = {"f16": 2, "f32": 4, "q8": 1}
 
-# A step of so few units, for each thread, has its history shared out by splits.
+# A step is to have about so many units for each thread, as far as its history can be cut.
 FEW_UNITS = 8
+
+_TILE_WORDS = 4
+_SPAN, _QUERY, _QUERIES, _SPLITS = range(_TILE_WORDS)
 
 
 def page_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> int:
@@ -135,77 +137,99 @@ def _partials(arena: Arena, spec: ModelSpec, context_tokens: int, limits: Limits
     return arena.take(spans * splits * a.n_heads * (abi.PARTIAL_HEAD_BYTES + 4 * _padded(a.head_dim)))
 
 
-@dataclass(frozen=True)
-class Heads:
-    n_heads: int
-    n_kv_heads: int
-
-    @property
-    def group(self) -> int:
-        return self.n_heads // self.n_kv_heads
-
-
 class UnitPlanner:
-    """Cuts a step's attention into units, and plans merges where the history of a query is shared out."""
+    """Cuts a step's attention into units, and plans merges where the history of a query is shared out.
+
+    A tile is some consecutive queries of one span. Most tiles are one unit for each KV head, with all of their
+    history. A single query whose history is more than a thread's fair part of the step is one unit for each split.
+    """
 
     def __init__(self, spec: ModelSpec, limits: Limits, context_tokens: int, arena: Arena) -> None:
         shapes = {(x.attention.n_heads, x.attention.n_kv_heads) for x in spec.layers}
-        assert len(shapes) == 1, "layers with different heads"
-        self._heads = Heads(*shapes.pop())
-        self._n_threads = limits.n_threads
-        self._tile = max(1, abi.QUERY_ROWS // self._heads.group)
+        if len(shapes) != 1:
+            raise UnsupportedModelError(f"layers differ in their heads: {sorted(shapes)}", "choose another model")
+        n_heads, self._n_kv_heads = shapes.pop()
+        self._group = n_heads // self._n_kv_heads
+        self._max_queries = max(1, abi.QUERY_ROWS // self._group)
+        self._n_parts = FEW_UNITS * limits.n_threads if limits.n_threads > 1 else 0
         splits = -(-context_tokens // abi.SPLIT_TOKENS)
-        few = FEW_UNITS * limits.n_threads + self._heads.n_kv_heads
-        room = max(limits.step_tokens * self._heads.n_kv_heads, few * splits)
-        self._units = arena.take(room * abi.UNIT_WORDS * 8).view(np.int64).reshape(room, abi.UNIT_WORDS)
-        self._merges = arena.take(few * abi.MERGE_WORDS * 8).view(np.int64).reshape(few, abi.MERGE_WORDS)
+        # A shared tile is more than one of n_parts equal parts, so there are fewer of them.
+        shared, n_units = self._n_parts, limits.step_tokens * self._n_kv_heads + self._n_parts * splits
+        self._units = arena.take(n_units * abi.UNIT_WORDS * 8).view(np.int64).reshape(n_units, abi.UNIT_WORDS)
+        self._heads = np.tile(np.arange(self._n_kv_heads), limits.step_tokens)
+        self._merges = arena.take(shared * abi.MERGE_WORDS * 8).view(np.int64).reshape(shared, abi.MERGE_WORDS)
 
     def plan(self, words: Words, spans: Words) -> None:
         """Write units and merges for ``spans`` (rows of SPAN_WORDS) into the step's words."""
-        counts = spans[:, abi.SPAN_COUNT]
-        n_units = len(spans) * self._heads.n_kv_heads
-        n_merges = 0
-        if (counts == 1).all() and n_units <= FEW_UNITS * self._n_threads:
-            n_units, n_merges = self._shared_history(spans)
+        tiles = self._tiles(spans)
+        work = tiles[:, _QUERIES] * tiles[:, _SPLITS]
+        shared = self._are_shared(tiles, work)
+        if shared.any():
+            n_units = self._plan_whole(tiles[~shared], work[~shared])
+            n_units, n_merges = self._plan_shared(n_units, tiles[shared], spans)
         else:
-            n_units = self._tiles(spans)
+            n_units, n_merges = self._plan_whole(tiles, work), 0
         words[abi.N_UNITS], words[abi.UNITS] = n_units, address_of(self._units)
         words[abi.N_MERGES], words[abi.MERGES] = n_merges, address_of(self._merges)
 
-    def _shared_history(self, spans: Words) -> tuple[int, int]:
-        """One unit for each query, head and split; a merge for each query and head."""
-        h = self._heads
-        splits = (spans[:, abi.SPAN_START] + abi.SPLIT_TOKENS) // abi.SPLIT_TOKENS
-        span = np.repeat(np.arange(len(spans)), h.n_kv_heads)
-        n_splits = splits[span]
-        n_merges = len(span)
-        first = np.cumsum(n_splits * h.group) - n_splits * h.group
-        merges = self._merges[:n_merges]
-        merges[:, abi.MERGE_ROW] = spans[span, abi.SPAN_ROW]
-        merges[:, abi.MERGE_HEAD] = head = np.tile(np.arange(h.n_kv_heads), len(spans))
-        merges[:, abi.MERGE_PARTIAL] = first
-        merges[:, abi.MERGE_SPLITS] = n_splits
-        item = np.repeat(np.arange(n_merges), n_splits)
-        split = np.arange(len(item)) - (np.cumsum(n_splits) - n_splits)[item]
-        columns = (span[item], head[item], 0, 1, split, split + 1, first[item] + split * h.group)
-        return self._fill(0, len(item), columns), n_merges
+    def _tiles(self, spans: Words) -> Words:
+        """Rows of _TILE words. Tiles are smaller where large ones would be too few for the threads."""
+        counts = spans[:, abi.SPAN_COUNT]
+        n_queries = int(counts.sum())
+        if n_queries == len(spans):
+            return self._single_queries(spans)
+        size = self._max_queries
+        if self._n_parts:
+            size = min(size, -(-n_queries * self._n_kv_heads // self._n_parts))
+        n_tiles = -(-counts // size)
+        tiles = np.empty((int(n_tiles.sum()), _TILE_WORDS), np.int64)
+        tiles[:, _SPAN] = span = np.repeat(np.arange(len(spans)), n_tiles)
+        tiles[:, _QUERY] = query = (np.arange(len(tiles)) - (np.cumsum(n_tiles) - n_tiles)[span]) * size
+        tiles[:, _QUERIES] = queries = np.minimum(size, counts[span] - query)
+        tiles[:, _SPLITS] = (spans[span, abi.SPAN_START] + query + queries - 1) // abi.SPLIT_TOKENS + 1
+        return tiles
 
-    def _tiles(self, spans: Words) -> int:
-        """One unit for each tile of queries and head; decodes first, together."""
-        h = self._heads
-        single = np.flatnonzero(spans[:, abi.SPAN_COUNT] == 1)
-        span = np.repeat(single, h.n_kv_heads)
-        ends = spans[span, abi.SPAN_START] // abi.SPLIT_TOKENS + 1
-        used = self._fill(0, len(span), (span, np.tile(np.arange(h.n_kv_heads), len(single)), 0, 1, 0, ends, -1))
-        for index in np.flatnonzero(spans[:, abi.SPAN_COUNT] > 1).tolist():
-            start, count = int(spans[index, abi.SPAN_START]), int(spans[index, abi.SPAN_COUNT])
-            # The last tiles have the longest history: they go first, so that none is left over at the end.
-            query = np.repeat(np.arange(0, count, self._tile)[::-1], h.n_kv_heads)
-            queries = np.minimum(self._tile, count - query)
-            ends = (start + query + queries - 1) // abi.SPLIT_TOKENS + 1
-            head = np.tile(np.arange(h.n_kv_heads), len(query) // h.n_kv_heads)
-            used += self._fill(used, len(query), (index, head, query, queries, 0, ends, -1))
-        return used
+    def _single_queries(self, spans: Words) -> Words:
+        tiles = np.empty((len(spans), _TILE_WORDS), np.int64)
+        tiles[:, _SPAN] = np.arange(len(spans))
+        tiles[:, _QUERY], tiles[:, _QUERIES] = 0, 1
+        tiles[:, _SPLITS] = spans[:, abi.SPAN_START] // abi.SPLIT_TOKENS + 1
+        return tiles
+
+    def _are_shared(self, tiles: Words, work: Words) -> npt.NDArray[np.bool_]:
+        if not self._n_parts:
+            return np.zeros(len(tiles), np.bool_)
+        part = int(work.sum()) * self._n_kv_heads // self._n_parts
+        heavy: npt.NDArray[np.bool_] = tiles[:, _SPLITS] > max(part, 1)
+        heavy &= tiles[:, _QUERIES] == 1
+        return heavy
+
+    def _plan_whole(self, tiles: Words, work: Words) -> int:
+        """Units with all of their history. The heaviest go first, so that none is left over at the end."""
+        item, head = self._of_heads(tiles[np.argsort(-work, kind="stable")])
+        columns = (item[:, _SPAN], head, item[:, _QUERY], item[:, _QUERIES], 0, item[:, _SPLITS], -1)
+        return self._fill(0, len(item), columns)
+
+    def _plan_shared(self, at: int, tiles: Words, spans: Words) -> tuple[int, int]:
+        """One unit for each query, head and split; a merge for each query and head."""
+        item, head = self._of_heads(tiles)
+        n_splits = item[:, _SPLITS]
+        before = np.cumsum(n_splits) - n_splits
+        merges = self._merges[: len(item)]
+        merges[:, abi.MERGE_ROW] = spans[item[:, _SPAN], abi.SPAN_ROW] + item[:, _QUERY]
+        merges[:, abi.MERGE_HEAD] = head
+        merges[:, abi.MERGE_PARTIAL] = before * self._group
+        merges[:, abi.MERGE_SPLITS] = n_splits
+        of = np.repeat(np.arange(len(item)), n_splits)
+        split = np.arange(len(of)) - before[of]
+        partial = np.arange(len(of)) * self._group
+        columns = (item[of, _SPAN], head[of], item[of, _QUERY], 1, split, split + 1, partial)
+        return at + self._fill(at, len(of), columns), len(item)
+
+    def _of_heads(self, tiles: Words) -> tuple[Words, Words]:
+        """Each tile once for each KV head, and the heads."""
+        items = np.repeat(tiles, self._n_kv_heads, axis=0)
+        return items, self._heads[: len(items)]
 
     def _fill(self, at: int, n: int, columns: tuple[Any, ...]) -> int:
         units = self._units[at : at + n]
