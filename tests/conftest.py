@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,14 @@ from gapless.errors import GaplessError
 from gapless.models.store import resolve
 
 _QUIET = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("local", _QUIET)
-settings.register_profile("ci", _QUIET, derandomize=True)  # the same examples each time
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+settings.register_profile("explore", _QUIET)  # GAPLESS_TEST_EXPLORE=1: other examples each time
+settings.register_profile("stable", _QUIET, derandomize=True)
+settings.load_profile("explore" if os.environ.get("GAPLESS_TEST_EXPLORE") == "1" else "stable")
+
+# A shell without job control starts background jobs with Ctrl-C ignored, and children inherit that: tests that
+# interrupt themselves would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -65,14 +65,16 @@ def test_ctrl_c_ends_a_call_and_nothing_else(llm: LLM) -> None:
 
 
 def test_ctrl_c_reaches_a_call_that_waits(llm: LLM) -> None:
-    def generate_for_ever() -> None:
-        while True:
+    deadline = time.monotonic() + WAIT_S
+
+    def generate_for_long() -> None:
+        while time.monotonic() < deadline:
             llm.generate([PROMPT] * 30, LONG)
 
     timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        generate_for_ever()
+        generate_for_long()
     timer.join()
     wait_until_idle(llm)
     assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
