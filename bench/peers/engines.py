@@ -74,12 +74,16 @@ class Peer:
             "warm_prompts": case.prompts(f"warm-{seed}"),
             "warm_tokens": min(WARM_TOKENS, case.output),
         }
+        if self._process.poll() is not None:
+            raise EngineError(f"{self.name} has ended (log: {self.log})")
         self._signal(signal.SIGCONT)
         before = group_cpu_s(self._process.pid)
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
         try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
             reply = self._read()
+        except BrokenPipeError:
+            raise EngineError(f"{self.name} has ended (log: {self.log})") from None
         finally:
             self._signal(signal.SIGSTOP)
         return {**reply, "own_cpu_s": group_cpu_s(self._process.pid) - before}

