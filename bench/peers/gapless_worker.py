@@ -40,9 +40,7 @@ class Gapless:
     def run(self, prompts: list[list[int]], output_tokens: int) -> OurTiming:
         run = run_once(self.llm, prompts, output_tokens)
         context = len(prompts[0]) + output_tokens // 2
-        work = decode_work(
-            self.llm.spec, self._infos, batch=len(prompts), context_tokens=context, kv_element_bytes=2
-        )
+        work = decode_work(self.llm.spec, self._infos, batch=len(prompts), context_tokens=context, kv_element_bytes=2)
         return OurTiming(
             prefill_s=run.prefill_s,
             prefill_tokens=sum(map(len, prompts)),

