@@ -17,7 +17,7 @@ from gapless.kernels.cpu.isa import select
 from gapless.kernels.cpu.loader import Kernels, load_kernels
 from gapless.kernels.cpu.sample_record import MAX_TOP, SAMPLE_BLOCK, SAMPLE_PARAMS, fill_record
 from gapless.kernels.cpu.tape import Limits, Tape
-from gapless.kernels.sampling_reference import LARGEST, sample_row
+from gapless.kernels.sampling_reference import LARGEST, clean, sample_row
 from gapless.sampling import SamplingParams
 from gapless.step import Admission, TokenLogprobs
 
@@ -97,8 +97,9 @@ class Batch:
 
     def _result(self, i: int) -> tuple[int, TokenLogprobs | None]:
         record, row = self.records[i], self.rows[i]
-        token = int(record["token"])
-        assert self.slots[i][row.position] == token
+        token = int(self.slots[i][row.position])
+        nothing = bool(np.isneginf(clean(row.logits)).all())
+        assert record["token"] == (-1 if nothing else token)
         assert self.slots[i][row.position + 1] == -9
         assert tuple(self.slots[i][: row.position]) == row.prompt + row.output
         if row.params.logprobs is None:

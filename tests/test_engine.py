@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -240,6 +241,62 @@ def test_a_bug_in_the_loop_is_told_and_not_waited_for(monkeypatch: pytest.Monkey
     with pytest.raises(ExecutorError, match="a bug"):
         thread.wake()
     thread.close()
+
+
+def test_what_is_accepted_is_answered_however_it_is_closed() -> None:
+    """Submitting while another thread closes: told of the end once, or refused at once."""
+    for attempt in range(60):
+        engine = engine_of(FakeExecutor(depth=1 + attempt % 2))
+        thread = EngineThread(engine)
+        accepted: list[Recorder] = []
+        calls: list[Future[int]] = []
+
+        def use(engine: Engine, thread: EngineThread, accepted: list[Recorder], calls: list[Future[int]]) -> None:
+            with contextlib.suppress(ExecutorError):
+                while True:
+                    sinks = [Recorder(), Recorder()]
+                    engine.submit((1, 2), SamplingParams(max_tokens=3, seed=1, n=2), sinks)
+                    accepted += sinks
+                    calls.append(engine.call(lambda: 7))
+                    thread.wake()
+
+        user = threading.Thread(target=use, args=(engine, thread, accepted, calls))
+        user.start()
+        time.sleep(attempt * 1e-4)
+        thread.close()
+        user.join(WAIT_S)
+        assert not user.is_alive()
+        assert all(len(sink.ends) == 1 for sink in accepted)
+        assert all(call.done() for call in calls)
+        engine.abort(0)
+        with pytest.raises(ExecutorError, match="closed"):
+            engine.submit((1, 2), SamplingParams(), [Recorder()])
+        with pytest.raises(ExecutorError, match="closed"):
+            engine.call(lambda: 7)
+
+
+def test_an_engine_that_was_never_used_can_be_closed() -> None:
+    thread = EngineThread(engine_of(FakeExecutor()))
+    thread.close()
+    assert not thread.alive
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_row_without_a_finite_score_ends_its_own_request(depth: int) -> None:
+    class Damaged(FakeExecutor):
+        def land(self) -> StepResult:
+            result = super().land()
+            tokens = [t if t.request_id != 1 or result.step_id < 3 else t._replace(token=-1) for t in result.tokens]
+            return StepResult(result.step_id, tuple(tokens))
+
+    engine = engine_of(Damaged(depth=depth))
+    sinks = [submit(engine, (i + 1, 2), 20) for i in range(3)]
+    run(engine)
+    assert sinks[1].ends == ["error"]
+    assert sinks[1].tokens == alone((2, 2), 20)[: len(sinks[1].tokens)]
+    assert isinstance(sinks[1].error, ExecutorError)
+    assert "finite" in str(sinks[1].error)
+    assert (sinks[0].tokens, sinks[2].tokens) == (alone((1, 2), 20), alone((3, 2), 20))
 
 
 # --- batch invariance on a real forward pass

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gapless.errors import ExecutorError, GaplessError, RequestError, ResourceError
 from gapless.executor.open import cache_pages
 from gapless.llm import LLM
+from gapless.models.load import load_model
 from gapless.outputs import StreamPiece
 from gapless.sampling import SamplingParams
 from tiny_gguf import write_gguf
@@ -180,17 +186,176 @@ def test_a_lowered_context_is_kept_to(tiny: Path, executor: str) -> None:
             llm.generate([[5] * 48])
 
 
+# --- what is left open, dropped or forked
+
+
+def in_a_process(tiny: Path, text: str, *, code: int = 0) -> str:
+    """Run lines after ``llm`` has been opened, in a Python of their own."""
+    opening = f"llm = LLM({str(tiny)!r}, threads=2, kv_memory_bytes=1 << 24)"
+    lines = ["import gc, os, sys, threading", "from gapless import LLM, SamplingParams", opening, textwrap.dedent(text)]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr or code != 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "stream = llm.stream([70, 71]); next(stream)",
+        "streams = [llm.stream([70, 71]) for _ in range(3)]; [next(s) for s in streams]; del llm",
+        "cycle = [llm.stream([70, 71])]; cycle.append(cycle); next(cycle[0]); del cycle",
+        "sys.answers = llm.stream([70, 71]); next(sys.answers); sys.llm = llm",
+        "llm.generate([[70, 71]], SamplingParams(max_tokens=3))",
+        "pass",
+    ],
+)
+def test_a_program_ends_whatever_it_leaves_open(tiny: Path, left: str) -> None:
+    in_a_process(tiny, left)
+
+
+def test_a_model_that_is_dropped_ends_its_threads(tiny: Path) -> None:
+    in_a_process(
+        tiny,
+        """
+        import time
+        def ours():
+            return [t.name for t in threading.enumerate() if t.name.startswith("gapless")]
+        llm.generate([[70, 71]], SamplingParams(max_tokens=3))
+        assert len(ours()) == 2, ours()
+        del llm
+        gc.collect()
+        deadline = time.monotonic() + 30
+        while ours():
+            assert time.monotonic() < deadline, ours()
+            time.sleep(0.01)
+        """,
+    )
+
+
+def test_a_forked_process_is_told_and_ends(tiny: Path) -> None:
+    found = in_a_process(
+        tiny,
+        """
+        import warnings
+        warnings.simplefilter("ignore")
+        from gapless.errors import ExecutorError
+        stream = llm.stream([70, 71])
+        next(stream)
+        child = os.fork()
+        if child == 0:
+            for use in (lambda: llm.generate([[70, 71]]), lambda: list(stream), lambda: llm.score([70, 71])):
+                try:
+                    use()
+                except ExecutorError as problem:
+                    print("refused" if "fork" in str(problem) or "gone" in str(problem) else problem, flush=True)
+            llm.close()
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        stream.close()
+        print(len(llm.generate([[70, 71]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids))
+        """,
+    )
+    assert found.split() == ["refused", "refused", "refused", "3"]
+
+
+# --- damaged weights
+
+
+@pytest.mark.parametrize("executor", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(seed=1, max_tokens=4, logprobs=2)], ids=["greedy", "drawn"]
+)
+def test_weights_that_are_no_numbers_are_no_answer(tmp_path: Path, executor: str, sampling: SamplingParams) -> None:
+    """The scales of a quantised matrix are NaN: every score is, and "!!!!" is not what the model says."""
+    path = write_gguf(tmp_path / "damaged.gguf", "smollm2", "Q8_0")
+    tensor = load_model(path).weights.layers[0].down
+    data = bytearray(path.read_bytes())
+    begin = data.index(tensor.data.tobytes())
+    data[begin : begin + tensor.nbytes] = b"\xff" * tensor.nbytes
+    path.write_bytes(data)
+    options = {"threads": 1, "kv_memory_bytes": 1 << 24} if executor == "cpu" else {}
+    with LLM(path, executor=executor, **options) as llm, pytest.raises(ExecutorError, match="finite"):  # type: ignore[arg-type]
+        llm.generate([PROMPT, PROMPT], sampling)
+
+
+# --- arguments
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"threads": 0}, "threads = 0"), ({"depth": 0}, "depth = 0"), ({"max_running": 0}, "max_running = 0"),
         ({"context_tokens": 1}, "context_tokens = 1"), ({"max_step_tokens": 1}, "max_step_tokens = 1"),
         ({"context_tokens": 128, "kv_memory_bytes": 1 << 14}, "context = 128 tokens"),
+        ({"threads": "2"}, "threads = '2'"), ({"threads": 10**9}, "threads = 1000000000 is too large"),
+        ({"kv_memory_bytes": 1e9}, "kv_memory_bytes = 1000000000.0 is not a whole number"), ({"depth": 10**6}, "depth"),
+        ({"max_running": None}, "max_running = None"), ({"max_step_tokens": 10**400}, "max_step_tokens = 1000"),
+        ({"kv_dtype": "f8"}, "kv_dtype = 'f8'"), ({"isa": "mmx"}, "isa = 'mmx'"), ({"isa": []}, "isa = []"),
+        ({"executor": "gpu"}, "executor = 'gpu'"), ({"policy": "lifo"}, "policy = 'lifo'"), ({"policy": []}, "policy"),
+        ({"float_weights": "yes"}, "float_weights = 'yes'"), ({"prefix_cache": 1}, "prefix_cache = 1"),
+        ({"executor": "reference", "isa": "portable"}, "isa = 'portable' is not for the reference"),
+        ({"executor": "reference", "kv_dtype": "q8"}, "kv_dtype = 'q8' is not for the reference"),
     ],
 )  # fmt: skip
-def test_counts_that_are_too_small(tiny: Path, options: dict[str, int], message: str) -> None:
-    with pytest.raises(GaplessError, match=message):
+def test_arguments_that_are_wrong(tiny: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(GaplessError, match=re.escape(message)):
         LLM(tiny, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", [None, 3, b"x", ["smollm2-135m"]])
+def test_a_model_that_is_no_name(model: object) -> None:
+    with pytest.raises(GaplessError, match="neither a name nor a path"):
+        LLM(model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (b"text", "prompts = b'text'"), (3, "prompts = 3"), (None, "prompts = None"), ({"a": 1}, "prompts = {'a': 1}"),
+        (["a", 3], "prompts[1] = 3"), ([[1, 2], b"x"], "prompts[1] = b'x'"), ([True, False], "= True is not a whole"),
+        ([[1, 2.5]], "= 2.5 is not a whole number"), ([["a"]], "= 'a' is not"), ([[10**6]], "the token id 1000000"),
+        ([[-1]], "the token id -1"), ([[10**400]], "too large"), ([[]], "no tokens"), ([[[1]]], "= [1] is not"),
+    ],
+)  # fmt: skip
+def test_prompts_that_are_none(llm: LLM, prompts: object, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+def test_prompts_may_be_arrays(llm: LLM) -> None:
+    expected = llm.generate([PROMPT], GREEDY)[0].token_ids
+    for prompts in (np.array(PROMPT), np.array([PROMPT], np.int32), tuple(PROMPT), [np.int64(i) for i in PROMPT]):
+        assert [o.token_ids for o in llm.generate(prompts, GREEDY)] == [expected]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({}, "params = {} is no"), ("greedy", "params = 'greedy'"), (3, "params = 3"), ([None], "params has None"),
+        ([GREEDY, GREEDY], "2 params for 1 prompts"), (SamplingParams(stop_token_ids=(10**6,)), "token id 1000000"),
+        (SamplingParams(logit_bias={10**6: 1.0}), "logit_bias has the token id 1000000"),
+    ],
+)  # fmt: skip
+def test_params_that_are_none(llm: LLM, params: object, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        llm.generate([PROMPT], params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "x"}, ["hello"], [None]])
+def test_messages_that_are_no_conversation(llm: LLM, messages: object) -> None:
+    with pytest.raises(RequestError, match="messages = "):
+        llm.chat(messages)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_knows_more_than_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ids would be looked up behind the end of the embedding."""
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, **_: [5, llm.spec.vocab_size])
+    for use in (lambda: llm.generate(["a"]), lambda: next(llm.stream("a")), lambda: llm.chat([{"role": "user"}])):
+        with pytest.raises(RequestError, match="token id"):
+            use()
 
 
 def pages(context_tokens: int | None = None, *, memory: int | None = None, available: int = 10**12) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import queue
 import secrets
 import threading
 import time
@@ -11,10 +13,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from gapless.errors import ExecutorError
 from gapless.executor.protocol import Executor
+from gapless.machine import start_thread
 from gapless.request import FinishReason, Request
 from gapless.sampling import SamplingParams
 from gapless.scheduler import Scheduler, TokenEvent
@@ -22,6 +26,7 @@ from gapless.step import StepResult, TokenLogprobs
 
 T = TypeVar("T")
 
+DAMAGED = "check the model's file against its source: weights may be damaged, or beyond what its type holds"
 SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads the seeds of a prompt's samples
 
 
@@ -67,7 +72,8 @@ class Engine:
     """Drives an executor with a scheduler.
 
     ``submit``, ``abort`` and ``call`` may be used from any thread; they take effect at the next step. ``step`` is for
-    one thread at a time: hold ``driving`` around it, or leave it to an ``EngineThread``.
+    one thread at a time: hold ``driving`` around it, or leave it to an ``EngineThread``. What is accepted is answered:
+    once the engine has ended, ``submit`` and ``call`` raise ExecutorError.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
@@ -78,6 +84,8 @@ class Engine:
         self._sinks: dict[int, Sink] = {}
         self._ids = itertools.count()
         self._commands: deque[Callable[[], None]] = deque()
+        self._posting = threading.Lock()
+        self._ended: ExecutorError | None = None
         self._n_launched = 0
         self._inside_s = 0.0
 
@@ -100,17 +108,20 @@ class Engine:
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         tokens, leader = tuple(prompt), None
         ids: list[int] = []
+        commands: list[Callable[[], None]] = []
         for index, sink in enumerate(sinks):
             own_seed = (seed + index * SEED_STEP) % (1 << 64)
             request = Request(next(self._ids), tokens, sampling, own_seed, stop_ids, priority, leader)
             leader = leader or request
             ids.append(request.request_id)
-            self._commands.append(lambda r=request, s=sink: self._add(r, s))  # type: ignore[misc]
+            commands.append(partial(self._add, request, sink))
+        self._post(*commands)
         return ids
 
     def abort(self, request_id: int) -> None:
         """End a request. Nothing happens if it has ended."""
-        self._commands.append(lambda: self._finish(request_id, "abort"))
+        with contextlib.suppress(ExecutorError):
+            self._post(lambda: self._finish(request_id, "abort"))
 
     def call(self, use: Callable[[], T]) -> Future[T]:
         """Have the executor to oneself for a call that may use any of its pages: nothing is in flight meanwhile.
@@ -118,12 +129,19 @@ class Engine:
         Requests that run are computed anew afterwards; their tokens do not change.
         """
         future: Future[T] = Future()
-        self._commands.append(lambda: self._call(use, future))
+        self._post(lambda: self._call(use, future))
         return future
 
     @property
     def has_work(self) -> bool:
         return bool(self._commands) or self.scheduler.has_work
+
+    def _post(self, *commands: Callable[[], None]) -> None:
+        """Have commands taken at the next step, all or none."""
+        with self._posting:
+            if self._ended is not None:
+                raise self._ended
+            self._commands.extend(commands)
 
     # --- by the thread that drives
 
@@ -148,13 +166,15 @@ class Engine:
         self.stats.executor_s += self._inside_s - before
         self.stats.busy_s += time.perf_counter() - started
 
-    def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """Tell every sink of its end; for the end of the loop, after which nothing is planned."""
+    def end_all(self, reason: FinishReason, why: ExecutorError) -> None:
+        """End the loop: every sink is told, nothing more is accepted, and nothing planned from now on."""
+        with self._posting:
+            self._ended = self._ended or why
         while self._commands:
             self._commands.popleft()()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            self._tell(sink, reason, error)
+            self._tell(sink, reason, why if reason == "error" else None)
 
     def _inside(self, use: Callable[[], T]) -> T:
         """Call the executor, and measure how long it takes."""
@@ -171,11 +191,15 @@ class Engine:
         return result
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        self.stats.tokens += len(events)
+        self.stats.tokens += sum(event.token >= 0 for event in events)
         for request, token, logprobs, reason in events:
             sink = self._sinks.get(request.request_id)
             if sink is None:
                 continue  # a sink before it has ended them all
+            if token < 0:
+                problem = ExecutorError("no score of the next token is a finite number", DAMAGED)
+                self._finish(request.request_id, "error", problem, ended=True)
+                continue
             try:
                 stopped = sink.on_token(token, logprobs)
             except Exception as problem:  # the sink's own: the others go on
@@ -206,6 +230,9 @@ class Engine:
             sink.on_finish(reason, error)
 
     def _call(self, use: Callable[[], T], future: Future[T]) -> None:
+        if self._ended is not None:
+            future.set_exception(self._ended)
+            return
         try:
             while self._n_launched:
                 self._deliver(self.scheduler.commit(self._land()))
@@ -228,47 +255,67 @@ class Engine:
 
 
 class EngineThread:
-    """Drives an engine on a thread of its own, which sleeps while there is nothing to do.
+    """Drives an engine on a thread of its own, which sleeps while there is nothing to do, and closes its executor.
 
-    So a Ctrl-C reaches whoever waits for tokens, and never a step half done.
+    So a Ctrl-C reaches whoever waits for tokens, and never a step half done. Raises ResourceError if the system
+    refuses the thread.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._work = threading.Event()
+        self._work: queue.SimpleQueue[None] = queue.SimpleQueue()  # a finalizer may put while another thread does
         self._ended: ExecutorError | None = None
-        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="gapless-engine", daemon=True)
+        start_thread(self._thread)
+
+    @property
+    def alive(self) -> bool:
+        """Whether sinks may still be told something. Not so in a process forked from the one that opened the model."""
+        return self._thread.is_alive()
 
     def wake(self) -> None:
         """Call this after ``submit``, ``abort`` or ``call``. Raises ExecutorError if the loop has ended."""
+        if self._forked:
+            raise ExecutorError(
+                f"the model was opened by process {self._process} and its threads are not in this one, {os.getpid()}",
+                "open it after the fork, or start processes by multiprocessing's spawn",
+            )
         if self._ended is not None:
             raise self._ended
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gapless-engine", daemon=True)
-            self._thread.start()
-        self._work.set()
+        self._work.put(None)
+
+    def end(self) -> None:
+        """Have the loop end soon, and what still runs with it, as aborted. Does not wait: a finalizer may call it."""
+        self._ended = self._ended or ExecutorError("the model has been closed", "open it again")
+        self._work.put(None)
 
     def close(self) -> None:
-        """End what still runs, as aborted, and the thread; idempotent."""
-        self._ended = self._ended or ExecutorError("the model has been closed", "open it again")
-        self._work.set()
-        if self._thread is not None:
+        """``end``, and wait for it; idempotent."""
+        if not self._forked:  # there, locks may be held by threads that are gone
+            self.end()
             self._thread.join()
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
 
     def _run(self) -> None:
         try:
-            self._loop()
+            ended = self._loop()
         except Exception as problem:  # a bug: nothing that is left can be relied on
             self._ended = ExecutorError(f"the engine has failed: {problem!r}", "open the model again and report this")
             self._ended.__cause__ = problem
             self._engine.end_all("error", self._ended)
         else:
-            self._engine.end_all("abort")
+            self._engine.end_all("abort", ended)
+        finally:
+            self._engine.executor.close()
 
-    def _loop(self) -> None:
+    def _loop(self) -> ExecutorError:
         while self._ended is None:
-            self._work.wait()
-            self._work.clear()
+            self._work.get()
             while self._ended is None and self._engine.has_work:
                 with self._engine.driving:
                     self._engine.step()
+        return self._ended

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import numbers
 import queue
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+import sys
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from gapless.arch.spec import ModelSpec
+from gapless.checks import flag, shown, whole
 from gapless.collect import Collector
 from gapless.engine import Engine, EngineStats, EngineThread
 from gapless.errors import ExecutorError, GaplessError, RequestError
@@ -82,29 +87,41 @@ class LLM:
         progress: Callable[[str], None] | None = None,
         download: Callable[[int, int], None] | None = None,
     ) -> None:
-        _check_counts(
-            threads=(threads, 1), depth=(depth, 1), context_tokens=(context_tokens, 2), max_running=(max_running, 1),
-            max_step_tokens=(max_step_tokens, 2),
-        )  # fmt: skip
+        given = {
+            "threads": threads, "kv_memory_bytes": kv_memory_bytes, "context_tokens": context_tokens, "depth": depth,
+            "max_running": max_running, "max_step_tokens": max_step_tokens,
+        }  # fmt: skip
+        count = _checked_counts(given)
+        flag("float_weights", float_weights, GaplessError)
+        flag("prefix_cache", prefix_cache, GaplessError)
+        if not isinstance(model, str | Path):
+            raise GaplessError(f"model = {shown(model)} is neither a name nor a path", "give one of them")
         ordering = by_name(policy)
+        _check_executor(executor, isa=isa, kv_dtype=None if kv_dtype == "f16" else kv_dtype)
         self.model: LoadedModel = load_model(store.resolve(str(model), progress=download))
         self.tokenizer = Tokenizer.from_model(self.model)
+        sizes = {name: count[name] for name in ("context_tokens", "max_running", "max_step_tokens")}
         self.executor: Executor
         if executor == "reference":
-            self.executor = open_reference(
-                self.model, context_tokens=context_tokens, max_running=max_running, max_step_tokens=max_step_tokens
-            )
-        elif executor == "cpu":
-            self.executor = open_cpu(
-                self.model, context_tokens=context_tokens, max_running=max_running, max_step_tokens=max_step_tokens,
-                kv_memory_bytes=kv_memory_bytes, kv_dtype=kv_dtype, threads=threads, isa=isa, depth=depth,
-                float_weights=float_weights, progress=progress,
-            )  # fmt: skip
+            self.executor = open_reference(self.model, **sizes)
         else:
-            raise GaplessError(f"executor = {executor!r} is not known", "choose cpu or reference")
-        config = SchedulerConfig(max_running=max_running, context_tokens=context_tokens, prefix_cache=prefix_cache)
-        self.engine = Engine(self.executor, Scheduler(self.executor.capacity, ordering, config))
-        self._thread = EngineThread(self.engine)
+            self.executor = open_cpu(
+                self.model, **sizes, kv_memory_bytes=count["kv_memory_bytes"], kv_dtype=kv_dtype,
+                threads=count["threads"], isa=isa, depth=count["depth"], float_weights=float_weights,
+                progress=progress,
+            )  # fmt: skip
+        config = SchedulerConfig(
+            max_running=count["max_running"], context_tokens=count["context_tokens"], prefix_cache=prefix_cache
+        )
+        try:
+            self.engine = Engine(self.executor, Scheduler(self.executor.capacity, ordering, config))
+            self._thread = EngineThread(self.engine)
+        except BaseException:
+            self.executor.close()
+            raise
+        # Whoever forgets to close a model gets its threads and memory back all the same.
+        weakref.finalize(self, self._thread.end).atexit = False
+        _open_models.add(self)
 
     @property
     def spec(self) -> ModelSpec:
@@ -205,7 +222,12 @@ class LLM:
         return self.generate([self.chat_prompt(messages)], params, on_text=on_text)[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation up to the place of the answer."""
+        """Token ids of a conversation up to the place of the answer. Raises RequestError for what is none."""
+        if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) for m in messages):
+            raise RequestError(
+                f"messages = {shown(messages)} is no list of messages",
+                'give a list like [{"role": "user", "content": ...}]',
+            )
         return self.tokenizer.encode(self.template.render(messages), add_special=False)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -215,14 +237,14 @@ class LLM:
         """
         ids = self._ids(token_ids)
         score = getattr(self.executor, "score")  # noqa: B009  (not of every executor)
+        self._thread.wake()  # an error now if it has been closed
         scores = self.engine.call(lambda: score(ids))
         self._thread.wake()
         return [float(x) for x in scores.result()]
 
     def close(self) -> None:
-        """Abort what runs, and release threads and memory; idempotent."""
+        """Abort what runs, and release threads and memory; idempotent. The end of the program does it too."""
         self._thread.close()
-        self.executor.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -236,36 +258,59 @@ class LLM:
         """Let the engine's thread take what has been submitted to ``engine`` directly."""
         self._thread.wake()
 
-    @staticmethod
-    def _answers(call: _Call, inbox: Inbox) -> Generator[tuple[int, StreamPiece], None, None]:
+    def _answers(self, call: _Call, inbox: Inbox) -> Generator[tuple[int, StreamPiece], None, None]:
         """Start a call and yield what it delivers; aborts it and waits for its end if it is left before."""
         try:
             call.start()
             while call.n_open > 0:
-                number, piece = inbox.get()
+                number, piece = self._next(inbox)
                 call.took(piece)
                 yield number, piece
         finally:
             call.abort()
-            while call.n_open > 0:
-                call.took(inbox.get()[1])
+            with contextlib.suppress(ExecutorError):
+                while call.n_open > 0 and not sys.is_finalizing():
+                    call.took(self._next(inbox)[1])
+
+    def _next(self, inbox: Inbox) -> tuple[int, StreamPiece]:
+        """What is delivered next. Raises ExecutorError if nobody is left to deliver anything."""
+        while True:
+            try:
+                return inbox.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if not self._thread.alive and inbox.empty():
+                    raise ExecutorError("the engine's thread has gone", "open the model again") from None
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * n
-        if len(params) != n:
-            raise RequestError(f"{len(params)} params for {n} prompts", "give one for all or one for each")
-        return list(params)
+            several = [params or SamplingParams()] * n
+        elif isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+            raise RequestError(f"params = {shown(params)} is no SamplingParams", "give SamplingParams(...)")
+        else:
+            several = list(params)
+        if len(several) != n:
+            raise RequestError(f"{len(several)} params for {n} prompts", "give one for all or one for each")
+        for each in {id(p): p for p in several}.values():  # often one for all
+            if not isinstance(each, SamplingParams):
+                raise RequestError(f"params has {shown(each)}, which is no SamplingParams", "give SamplingParams(...)")
+            each.check_ids(self.spec.vocab_size)
+        return several
 
     def _ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, each of them one that the model has a row for."""
+        last = self.spec.vocab_size - 1
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        ids = [int(i) for i in prompt]
-        outside = [i for i in ids if not 0 <= i < self.spec.vocab_size]
+            ids = self.tokenizer.encode(prompt)
+            if ids and max(ids) > last:
+                raise RequestError(
+                    f"the tokenizer makes the token id {max(ids)} of the prompt, and the model's last one is {last}",
+                    "use the tokenizer that belongs to the model",
+                )
+            return ids
+        ids = [whole("a token id of the prompt", i, -(1 << 63), 1 << 63) for i in prompt]
+        outside = [i for i in ids if not 0 <= i <= last]
         if outside:
-            raise RequestError(
-                f"the prompt has the token id {outside[0]}", f"give ids from 0 to {self.spec.vocab_size - 1}"
-            )
+            raise RequestError(f"the prompt has the token id {outside[0]}", f"give ids from 0 to {last}")
         return ids
 
 
@@ -317,9 +362,10 @@ class _Call:
         """End those that are still open."""
         if self.n_open <= 0:
             return
-        for request in self._requests:
-            self._llm.engine.abort(request)
-        with contextlib.suppress(ExecutorError):  # it is closed, and so they have ended
+        with contextlib.suppress(ExecutorError):  # it is closed or another process's, and so they have ended
+            self._llm.wake()
+            for request in self._requests:
+                self._llm.engine.abort(request)
             self._llm.wake()
 
     def raise_error(self) -> None:
@@ -330,18 +376,55 @@ class _Call:
                     raise collector.error
 
 
-def _check_counts(**counts: tuple[int | None, int]) -> None:
-    """Raises GaplessError for a value below its least one."""
-    for name, (value, least) in counts.items():
-        if value is not None and value < least:
-            raise GaplessError(f"{name} = {value} is too small", f"give at least {least}")
+_LOOK_S = 1.0  # how often one who waits looks whether anybody is there still
+_COUNTS: dict[str, tuple[int, int]] = {
+    "threads": (1, 1024),
+    "kv_memory_bytes": (1, 1 << 50),
+    "context_tokens": (2, 1 << 30),
+    "depth": (1, 16),
+    "max_running": (1, 1 << 16),
+    "max_step_tokens": (2, 1 << 20),
+}
+_MAY_BE_NONE = ("threads", "kv_memory_bytes", "context_tokens", "depth")
+
+_open_models: weakref.WeakSet[LLM] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter goes: after it, a stream left open would wait for a thread that no longer runs."""
+    for llm in list(_open_models):
+        llm.close()
+
+
+def _checked_counts(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's numbers as integers in their ranges, or None. Raises GaplessError naming the argument."""
+    return {
+        name: None if value is None and name in _MAY_BE_NONE else whole(name, value, *_COUNTS[name], GaplessError)
+        for name, value in given.items()
+    }
+
+
+def _check_executor(executor: object, **of_the_cpu: object) -> None:
+    """Raises GaplessError for an unknown executor, and for choices of numerics that the reference does not have."""
+    if executor not in ("cpu", "reference"):
+        raise GaplessError(f"executor = {shown(executor)} is not known", "choose cpu or reference")
+    for name, value in of_the_cpu.items():
+        if executor == "reference" and value is not None:
+            raise GaplessError(f"{name} = {shown(value)} is not for the reference executor", "leave it out")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a flat sequence of integers is one."""
+    """One prompt or several: a flat sequence of integers is one. Raises RequestError for anything else."""
     if isinstance(prompts, str):
         return [prompts]
-    several = list(prompts)
-    if several and all(isinstance(p, int) for p in several):
-        return [[p for p in several if isinstance(p, int)]]
-    return [p for p in several if not isinstance(p, int)]
+    several = _items("prompts", prompts)
+    if several and all(isinstance(p, numbers.Integral) for p in several):
+        return [several]
+    return [p if isinstance(p, str) else _items(f"prompts[{i}]", p) for i, p in enumerate(several)]
+
+
+def _items(name: str, values: Any) -> list[Any]:
+    if isinstance(values, bytes | bytearray | Mapping) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} = {shown(values)} is no prompt", "give a text or a list of token ids")
+    return list(values)

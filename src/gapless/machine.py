@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from pathlib import Path
+
+from gapless.errors import ResourceError
 
 
 def allowed_cores() -> int:
@@ -12,6 +15,16 @@ def allowed_cores() -> int:
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_cores()
     return affinity if quota is None else max(1, min(affinity, math.floor(quota)))
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Raises ResourceError if the system refuses it."""
+    try:
+        thread.start()
+    except RuntimeError:
+        raise ResourceError(
+            f"the system refuses another thread ({thread.name})", "lower --threads, or raise the limit (ulimit -u)"
+        ) from None
 
 
 def cgroup_cores(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:

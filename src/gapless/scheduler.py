@@ -42,7 +42,7 @@ from gapless.step import Admission, Span, StepPlan, StepResult, TokenLogprobs
 
 
 class TokenEvent(NamedTuple):
-    """A token of a request, and its end if this was the last."""
+    """A token of a request, and its end if this was the last; a token -1, of which no logit was finite, is an error."""
 
     request: Request
     token: int
@@ -382,6 +382,9 @@ class Scheduler:
 
     def _take(self, request: Request, token: int) -> FinishReason | None:
         """Take a token, and end the request if it is the last."""
+        if token < 0:
+            self._end(request, "error")
+            return "error"
         request.output.append(token)
         reason: FinishReason | None = None
         if token in request.ends and len(request.output) > request.sampling.min_tokens:

@@ -78,6 +78,8 @@ class TokenLogprobs:
 
 
 class SampledToken(NamedTuple):
+    """``token`` is -1 where no logit was finite, as with damaged weights."""
+
     request_id: int
     token: int
     logprobs: TokenLogprobs | None = None

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gapless.arch.decoder import forward
 from gapless.arch.spec import ModelSpec, ModelWeights
-from gapless.errors import ExecutorError, RequestError
+from gapless.errors import ExecutorError, RequestError, ResourceError
 from gapless.executor.cpu_step import Slots, StepMemory, single_span
 from gapless.executor.crew import Crew
 from gapless.executor.protocol import Capacity
@@ -25,7 +25,7 @@ from gapless.kernels.cpu.isa import select
 from gapless.kernels.cpu.loader import Progress, load_kernels
 from gapless.kernels.cpu.record import RecordOps, Weights
 from gapless.kernels.cpu.tape import Limits, Rows, Tape
-from gapless.machine import allowed_cores
+from gapless.machine import allowed_cores, start_thread
 from gapless.models.tensor import WeightTensor
 from gapless.sampling import SamplingParams
 from gapless.step import Admission, StepPlan, StepResult
@@ -99,7 +99,11 @@ class CpuExecutor:
         self._launched: deque[tuple[StepPlan, StepMemory]] = deque()
         self._n_launched = 0
         self._crew = Crew(kernels, self.n_threads)
-        self._runner = _Runner(self._run) if self._depth > 1 else None
+        try:
+            self._runner = _Runner(self._run) if self._depth > 1 else None
+        except ResourceError:
+            self._crew.close()
+            raise
 
     @property
     def capacity(self) -> Capacity:
@@ -202,7 +206,7 @@ class _Runner:
         self._todo: queue.SimpleQueue[StepMemory | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="gapless-0", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def start(self, memory: StepMemory) -> None:
         self._todo.put(memory)

@@ -11,9 +11,11 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
+from gapless.errors import ResourceError
 from gapless.kernels.cpu import abi
 from gapless.kernels.cpu.arena import Arena, address_of
 from gapless.kernels.cpu.loader import Kernels
+from gapless.machine import start_thread
 
 Words = npt.NDArray[np.int64]
 
@@ -21,7 +23,10 @@ SPINS = 40_000  # of some tens of nanoseconds: a few milliseconds
 
 
 class Crew:
-    """``n_threads`` threads for tapes. ``run`` returns when the tape's last operation is done."""
+    """``n_threads`` threads for tapes. ``run`` returns when the tape's last operation is done.
+
+    Raises ResourceError if the system refuses that many.
+    """
 
     def __init__(self, kernels: Kernels, n_threads: int) -> None:
         self.n_threads = n_threads
@@ -38,8 +43,12 @@ class Crew:
             threading.Thread(target=self._run_thread, args=(tid,), name=f"gapless-{tid}", daemon=True)
             for tid in range(1, n_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                start_thread(thread)
+        except ResourceError:
+            self.close()
+            raise
 
     def run(self, tape: int, n_ops: int, step: int) -> None:
         """Walk ``n_ops`` operations at address ``tape`` for the step described at ``step``."""
@@ -53,7 +62,8 @@ class Crew:
             self._closed = True
             self._begin(0, 0, 0)
             for thread in self._threads:
-                thread.join()
+                if thread.ident is not None:  # the system may have refused it
+                    thread.join()
 
     def _begin(self, tape: int, n_ops: int, step: int) -> None:
         # Whoever walked the task before has read these words: all threads met at the barrier of its last operation.

@@ -24,6 +24,6 @@ def by_name(name: str) -> Policy:
     from gapless.policy.priority import Priority
 
     policies: dict[str, Policy] = {"fcfs": Fcfs(), "priority": Priority()}
-    if name not in policies:
+    if not isinstance(name, str) or name not in policies:
         raise RequestError(f"policy = {name!r} is not known", f"choose one of {', '.join(policies)}")
     return policies[name]

@@ -6,6 +6,7 @@ every kernel that MODULE lists in ``KERNELS`` and writes one object file and one
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -15,7 +16,8 @@ from typing import Any
 
 from gapless.kernels.cpu import isa
 
-FORMAT = 1  # of what a build writes; raise it to make old caches stale
+FORMAT = 2  # of what a build writes; raise it to make old caches stale
+NOT_WRITTEN = 4  # exit code: the disk, not the compiler
 MODULES = ("walk", "linear", "elementwise", "attention", "sample", "experts")
 
 
@@ -37,7 +39,7 @@ def target_environment(target: isa.Isa) -> dict[str, str]:
 
 
 def compile_module(name: str, out: Path) -> None:
-    """Write ``out`` (object code) and ``out.json`` (kernel name to symbol)."""
+    """Write ``out`` (object code) and ``out.json`` (symbols by kernel, and the digest of the object code)."""
     from llvmlite import binding as llvm
     from numba import njit, types
 
@@ -60,13 +62,49 @@ def compile_module(name: str, out: Path) -> None:
         else:
             linked.link_in(final)
     assert linked is not None
-    out.write_bytes(machine.emit_object(linked))
-    out.with_suffix(".json").write_text(json.dumps(symbols))
+    code = machine.emit_object(linked)
+    write_whole(out, code)
+    write_whole(out.with_suffix(".json"), manifest(code, symbols))
 
 
-def main() -> None:
-    compile_module(sys.argv[1], Path(sys.argv[2]))
+def manifest(code: bytes, symbols: dict[str, str]) -> bytes:
+    return json.dumps({"sha256": _digest(code, symbols), "symbols": symbols}).encode()
+
+
+def _digest(code: bytes, symbols: Any) -> str:
+    return hashlib.sha256(json.dumps(symbols, sort_keys=True).encode() + b"\0" + code).hexdigest()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write through to the disk, so that a rename afterwards cannot outlive its content in a crash."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_whole(path: Path) -> tuple[bytes, dict[str, str]] | None:
+    """Object code at ``path`` and its symbols; None where they are not there, or not what was written.
+
+    Code that a full disk has cut or a bad one has changed would be run all the same.
+    """
+    try:
+        code = path.read_bytes()
+        found = json.loads(path.with_suffix(".json").read_bytes())
+        symbols: dict[str, str] = found["symbols"]
+        return (code, symbols) if found["sha256"] == _digest(code, symbols) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def main() -> int:
+    try:
+        compile_module(sys.argv[1], Path(sys.argv[2]))
+    except OSError as problem:
+        print(f"{problem.filename or sys.argv[2]}: {problem.strerror}", file=sys.stderr)
+        return NOT_WRITTEN
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -79,7 +79,7 @@ def select(name: str | None) -> Isa:
         return detect()
     by_name = {isa.name: isa for isa in known()}
     usable = ", ".join(isa.name for isa in known() if supported(isa))
-    if name not in by_name:
+    if not isinstance(name, str) or name not in by_name:
         raise GaplessError(f"isa = {name!r} is not known here", f"choose one of {usable}")
     if not supported(by_name[name]):
         raise GaplessError(f"isa = {name!r} is not supported by this processor", f"choose one of {usable}")

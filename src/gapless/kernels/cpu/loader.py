@@ -10,9 +10,9 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
-import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,11 +25,15 @@ from typing import Any
 import platformdirs
 from llvmlite import binding as llvm
 
-from gapless.errors import ExecutorError
+from gapless.errors import ExecutorError, ResourceError
 from gapless.kernels.cpu import build
 from gapless.kernels.cpu.isa import Isa
 
 Progress = Callable[[str], None]
+Object = tuple[bytes, dict[str, str]]  # code, and its symbols by kernel
+
+
+SCRATCH = "build-"  # begins the names of folders that a build works in
 
 
 class Kernels:
@@ -38,18 +42,19 @@ class Kernels:
     Addresses go into tapes; ``function`` gives a Python callable that releases the GIL while it runs.
     """
 
-    def __init__(self, target: Isa, objects: list[tuple[Path, dict[str, str]]]) -> None:
+    def __init__(self, target: Isa, objects: list[Object]) -> None:
         self.isa = target
         # The engine owns the code. Its host module is empty: all code comes from the objects.
         self._engine = _empty_engine()
+        self._objects = objects
         self._addresses: dict[str, int] = {}
-        for path, _ in objects:
-            self._engine.add_object_file(llvm.ObjectFileRef.from_path(str(path)))
+        for code, _ in objects:
+            self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        for path, symbols in objects:
+        for _, symbols in objects:
             for name, symbol in symbols.items():
                 address = self._engine.get_function_address(symbol)
-                assert address, f"{path.name} lacks {symbol}"
+                assert address, f"the kernels lack {symbol}"
                 self._addresses[name] = address
 
     def address(self, name: str) -> int:
@@ -85,23 +90,26 @@ def load_kernels(target: Isa, progress: Progress | None = None, modules: tuple[s
 
     Raises:
         ExecutorError: the compiler failed.
+        ResourceError: what it made cannot be written.
     """
     if (target, modules) in _loaded:
         return _loaded[target, modules]
+    report = progress or (lambda line: None)
     stems = {name: f"{name}-{_digest(name, target)}" for name in modules}
-    folder = cache_folder(target)
-    missing = {name: stem for name, stem in stems.items() if not _complete(folder, stem)}
-    if missing:
-        folder = _writable(folder)
-        with _locked(folder):
-            missing = {name: stem for name, stem in stems.items() if not _complete(folder, stem)}
-            if missing:
-                _build(missing, folder, target, progress or (lambda line: None))
-    objects = [(folder / f"{stem}.o", json.loads((folder / f"{stem}.json").read_text())) for stem in stems.values()]
+    objects = _read(cache_folder(target), stems)
+    if missing := stems.keys() - objects.keys():
+        with _build_folder(cache_folder(target), report) as folder:
+            objects |= _read(folder, {name: stems[name] for name in missing})
+            if missing := stems.keys() - objects.keys():
+                _build({name: stems[name] for name in modules if name in missing}, folder, target, report)
+                objects |= _read(folder, {name: stems[name] for name in missing})
+        if missing := stems.keys() - objects.keys():
+            names = ", ".join(sorted(missing))
+            raise ExecutorError(f"compiled kernels in {folder} do not read as written: {names}", "check that disk")
     try:
-        return _loaded.setdefault((target, modules), Kernels(target, objects))
+        return _loaded.setdefault((target, modules), Kernels(target, [objects[name] for name in modules]))
     except (RuntimeError, OSError) as problem:
-        raise ExecutorError(f"compiled kernels in {folder} cannot be loaded: {problem}", "delete that folder") from None
+        raise ExecutorError(f"compiled kernels cannot be loaded: {problem}", "see docs/troubleshooting.md") from None
 
 
 def cache_folder(target: Isa) -> Path:
@@ -130,26 +138,42 @@ def _sources(path: Path, known: set[Path]) -> set[Path]:
     return known
 
 
-def _complete(folder: Path, stem: str) -> bool:
-    # The list of symbols is written last: where it stands, the object is whole.
-    return (folder / f"{stem}.json").exists() and (folder / f"{stem}.o").exists()
+def _read(folder: Path, stems: dict[str, str]) -> dict[str, Object]:
+    """Those of the modules' objects that are there and whole."""
+    found = {name: build.read_whole(folder / f"{stem}.o") for name, stem in stems.items()}
+    return {name: read for name, read in found.items() if read is not None}
 
 
-def _writable(folder: Path) -> Path:
-    """The cache folder, or a temporary one where the cache cannot be written."""
+@contextlib.contextmanager
+def _build_folder(folder: Path, progress: Progress) -> Iterator[Path]:
+    """The cache folder while no other process builds in it; one for now where the cache cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="gapless-kernels-"))
+            pass
+    except OSError as problem:
+        progress(
+            f"{folder} cannot be written ({problem.strerror}): kernels are not kept; set GAPLESS_CACHE to a folder"
+        )
+        with tempfile.TemporaryDirectory(prefix="gapless-kernels-") as temporary:
+            yield Path(temporary)
+        return
+    with _locked(folder):
+        yield folder
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep processes that start together from compiling the same kernels; the lock goes with the process."""
-    with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Keep processes that start together from compiling the same kernels; the lock goes with the process.
+
+    Where there are no locks they do, and the last one's files stay: each is moved to its place whole.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            file = held.enter_context((folder / ".lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for left in folder.glob(f"{SCRATCH}*"):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
         yield
 
 
@@ -157,41 +181,49 @@ def _build(stems: dict[str, str], folder: Path, target: Isa, progress: Progress)
     started = time.perf_counter()
     progress(f"compiling CPU kernels for {target.name} (once): {', '.join(stems)}")
     environment = build.target_environment(target)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        running: list[tuple[str, Path, subprocess.Popen[str]]] = []
+    running: dict[str, subprocess.Popen[str]] = {}
+    with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH) as scratch:
         waiting = list(stems)
-        while waiting or running:
-            while waiting and len(running) < len(os.sched_getaffinity(0)):
-                name = waiting.pop(0)
-                out = Path(scratch) / f"{stems[name]}.o"
-                command = [sys.executable, "-m", "gapless.kernels.cpu.build", name, str(out)]
-                process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-                running.append((name, out, process))
-            _finish(running, folder, progress)
+        try:
+            while waiting or running:
+                while waiting and len(running) < len(os.sched_getaffinity(0)):
+                    name = waiting.pop(0)
+                    command = [sys.executable, "-m", "gapless.kernels.cpu.build", name, f"{scratch}/{stems[name]}.o"]
+                    running[name] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+                name = _next_ended(running)
+                _check_built(name, running.pop(name), folder)
+                for suffix in (".o", ".json"):
+                    os.replace(Path(scratch, stems[name] + suffix), folder / (stems[name] + suffix))
+                progress(f"  {name}: done")
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
     progress(f"compiled in {time.perf_counter() - started:.1f} s")
 
 
-def _finish(running: list[tuple[str, Path, subprocess.Popen[str]]], folder: Path, progress: Progress) -> None:
-    """Wait for one of the processes and move its files into the cache."""
+def _next_ended(running: dict[str, subprocess.Popen[str]]) -> str:
     while True:
-        for entry in running:
-            name, out, process = entry
-            if process.poll() is None:
-                continue
-            running.remove(entry)
-            assert process.stderr is not None
-            errors = process.stderr.read().strip().splitlines()
-            process.stderr.close()
-            if process.returncode != 0:
-                for _, _, other in running:
-                    other.kill()
-                last = errors[-1] if errors else f"exit code {process.returncode}"
-                raise ExecutorError(f"compiling the kernels of {name} failed: {last}", "see docs/troubleshooting.md")
-            for source in (out, out.with_suffix(".json")):
-                os.replace(source, folder / source.name)
-            progress(f"  {name}: done")
-            return
+        for name, process in running.items():
+            if process.poll() is not None:
+                return name
         time.sleep(0.01)
+
+
+def _check_built(name: str, process: subprocess.Popen[str], folder: Path) -> None:
+    """Raises ResourceError if the disk, ExecutorError if anything else kept a module from being compiled."""
+    assert process.stderr is not None
+    with process.stderr:
+        errors = process.stderr.read().strip().splitlines()
+    if process.returncode == 0:
+        return
+    last = errors[-1] if errors else f"exit code {process.returncode}"
+    if process.returncode == build.NOT_WRITTEN:
+        raise ResourceError(
+            f"compiled kernels cannot be written: {last}",
+            f"make room in {folder}, or set GAPLESS_CACHE to another folder",
+        )
+    raise ExecutorError(f"compiling the kernels of {name} failed: {last}", "see docs/troubleshooting.md")
 
 
 def _empty_engine() -> Any:

@@ -265,6 +265,13 @@ def commit(record, token):  # type: ignore[no-untyped-def]
 
 
 @jit
+def commit_nothing(vocab, record):  # type: ignore[no-untyped-def]
+    """No logit was finite: report that, but leave a token that a step launched already can look up."""
+    commit(record, lowest_allowed(vocab, record))
+    st_i64(record + TOKEN, -1)
+
+
+@jit
 def sample_row_kernel(logits, vocab, record, scratch):  # type: ignore[no-untyped-def]
     """Sample float32 ``logits[vocab]`` by the SAMPLE_PARAMS at ``record``; see ``scratch_bytes``."""
     n = (vocab + SAMPLE_BLOCK - 1) // SAMPLE_BLOCK * SAMPLE_BLOCK
@@ -276,9 +283,13 @@ def sample_row_kernel(logits, vocab, record, scratch):  # type: ignore[no-untype
     if plain_greedy(record):
         argmax_range(logits, 0, vocab, keys)
         token = ld_i64(keys + 8)
-        commit(record, token if token >= 0 else lowest_allowed(vocab, record))
+        if token >= 0:
+            commit(record, token)
+        else:
+            commit_nothing(vocab, record)
         return
     largest = copy_row(logits, vocab, x, n)
+    nothing = largest == np.float32(NEG_INF)
     if adjusted(record):
         adjust(x, vocab, marks, record)
         largest = row_max(x, n)
@@ -291,7 +302,10 @@ def sample_row_kernel(logits, vocab, record, scratch):  # type: ignore[no-untype
         token = choose(x, n, w, sums, keys, vocab, largest, record)
     if ld_i64(record + REPORT) != 0:
         report(x, n, keys, token, largest, record)
-    commit(record, token)
+    if nothing:
+        commit_nothing(vocab, record)
+    else:
+        commit(record, token)
 
 
 def op_argmax(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
@@ -318,7 +332,10 @@ def op_sample(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
         record = ld_i64(records + 8 * row)
         if partials != 0 and plain_greedy(record):
             token = argmax_combine(partials + 8 * PARTIAL_WORDS * n_threads * row, n_threads)
-            commit(record, token if token >= 0 else lowest_allowed(vocab, record))
+            if token >= 0:
+                commit(record, token)
+            else:
+                commit_nothing(vocab, record)
         else:
             logits = ld_i64(op + 8 * LOGITS) + row * ld_i64(op + 8 * ROW_BYTES)
             scratch = ld_i64(op + 8 * SCRATCH) + tid * ld_i64(op + 8 * SCRATCH_STRIDE)

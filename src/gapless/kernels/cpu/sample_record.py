@@ -11,7 +11,8 @@ ids), so that a single row is quick too; rows that need more go one to a thread.
 logits; a draw costs four more passes over 4 bytes a token, a cut some twelve.
 
 **Token.** It goes to ``token`` of the record, and as an int32 to ``tokens[position]``, the request's slot, where the
-next step embeds it before the host has seen it.
+next step embeds it before the host has seen it. Where no logit is a finite number ``token`` is -1, and the slot gets
+the lowest id that is not suppressed.
 
 **Penalties** count the ids in the slot up to ``position`` anew at each step, so a token of a step in flight is counted
 and a preempted request needs no state. That is a scan of the request's ids; without penalties none is made.

@@ -1,0 +1,53 @@
+"""Values that callers give, checked: each error names the field, the value and the remedy."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any
+
+from gapless.errors import GaplessError, RequestError
+
+MAX_SHOWN = 60  # characters of a value in a message
+
+
+def whole(name: str, value: Any, low: int, high: int, error: type[GaplessError] = RequestError) -> int:
+    """``value`` as an int within ``low .. high``; NumPy's integers are whole numbers too, floats and booleans not."""
+    remedy = f"give a whole number from {low} to {high}"
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise error(f"{name} = {shown(value)} is not a whole number", remedy)
+    found = operator.index(value)
+    if not low <= found <= high:
+        raise error(f"{name} = {shown(value)} is too {'small' if found < low else 'large'}", remedy)
+    return found
+
+
+def real(name: str, value: Any, low: float, high: float, error: type[GaplessError] = RequestError) -> float:
+    """``value`` as a finite float within ``low .. high``."""
+    remedy = f"give a number from {low:g} to {high:g}"
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise error(f"{name} = {shown(value)} is not a number", remedy)
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not low <= found <= high:  # nor is NaN
+        raise error(f"{name} = {shown(value)} is out of range", remedy)
+    return found
+
+
+def flag(name: str, value: Any, error: type[GaplessError] = RequestError) -> bool:
+    """``value`` if it is True or False."""
+    if not isinstance(value, bool):
+        raise error(f"{name} = {shown(value)} is neither True nor False", "give one of them")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its ``repr``, if it has one, cut to a line."""
+    try:
+        text = repr(value)
+    except Exception:  # such as an integer of too many digits
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
