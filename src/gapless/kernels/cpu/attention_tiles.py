@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from gapless.kernels.cpu.abi import PAGE_TOKENS
 from gapless.kernels.cpu.mem import I8, I16, I32, I64
-from gapless.kernels.cpu.tiles import c64, loop
+from gapless.kernels.cpu.tiles import RowPlaces, c64, loop
 from gapless.kernels.cpu.vec import F32, VF, VI, VL, half_to_f32, llvm_call, load_at, op, splat, store_at, vf32, vstore
 
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "i8": 1}
@@ -79,7 +79,7 @@ def score_tile(kind: str, n_pages: int, *, fetch: bool) -> Any:
     columns = [(page, part) for page in range(n_pages) for part in range(PAGE_TOKENS // VL)]
 
     def emit(b: Any, n_rows: int, q: Any, qs: Any, k0: Any, k1: Any, dim: Any, out: Any, outs: Any) -> None:
-        rows = [b.add(q, b.mul(qs, c64(r))) for r in range(n_rows)]
+        rows = RowPlaces(b, q, qs)
         pages = (k0, k1)[:n_pages]
         values = [b.add(page, b.mul(dim, c64(key_bytes))) for page in pages]
 
@@ -89,7 +89,7 @@ def score_tile(kind: str, n_pages: int, *, fetch: bool) -> Any:
                 fetch_lines(b, b.add(value, at), key_bytes)
             part_bytes = VL * ELEMENT_BYTES[kind]
             keys = [load_kv(b, b.add(b.add(pages[p], at), c64(part * part_bytes)), kind) for p, part in columns]
-            x = [splat(b, load_at(b, b.add(row, b.mul(d, c64(4))), F32, 4)) for row in rows]
+            x = [splat(b, load_at(b, place, F32, 4)) for place in rows.at(b.mul(d, c64(4)), n_rows)]
             return [fma(b, x[r], key, sums[r * len(keys) + c]) for r in range(n_rows) for c, key in enumerate(keys)]
 
         zeros = [ir.Constant(VF, [0.0] * VL)] * (n_rows * len(columns))

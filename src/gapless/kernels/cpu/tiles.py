@@ -111,6 +111,35 @@ def loop(b: Any, count: Any, initial: list[Any], body: Callable[[Any, list[Any]]
     return results
 
 
+def opaque(b: Any, value: Any) -> Any:
+    """``value``, of which the optimiser knows nothing."""
+    return b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [value], False)
+
+
+class RowPlaces:
+    """Addresses of a tile's rows as a processor adds them up in a load: base + 1, 2 or 4 strides + constant.
+
+    Left to itself the optimiser makes each row's address from the one before by an instruction of its own.
+    """
+
+    def __init__(self, b: Any, first: Any, stride: Any) -> None:
+        self._b, self._first, self._stride = b, first, stride
+        self._stride3 = opaque(b, b.mul(stride, c64(3)))
+
+    def at(self, offset: Any, n_rows: int) -> list[Any]:
+        """Addresses ``offset`` bytes into the rows."""
+        b, stride = self._b, self._stride
+        low = opaque(b, b.add(self._first, offset))
+        if n_rows == 1:
+            return [low]
+        high = opaque(b, b.add(low, self._stride3)) if n_rows > 3 else low
+        places = [
+            low, b.add(low, stride), b.add(low, b.shl(stride, c64(1))), high, b.add(low, b.shl(stride, c64(2))),
+            b.add(high, b.shl(stride, c64(1))), b.add(high, self._stride3), b.add(high, b.shl(stride, c64(2))),
+        ]  # fmt: skip
+        return places[:n_rows]
+
+
 def _write(b: Any, accs: list[Any], n_tokens: int, n_groups: int, y: Any, ystride: Any, add: Any, bias: Any) -> None:
     """Store the tile, or add it to what is there; with a bias where its address is not 0."""
     with_bias, plain = b.append_basic_block("bias"), b.append_basic_block("write")
@@ -157,16 +186,15 @@ def quantised_tile(layout: Layout, n_tokens: int) -> Any:
 
     def emit(b: Any, args: list[Any]) -> None:
         w, x, xs, xd, xds, y, ys, add, bias, n = args
-        xrows = [b.add(x, b.mul(xs, c64(t))) for t in range(n_tokens)]
-        drows = [b.add(xd, b.mul(xds, c64(t))) for t in range(n_tokens)]
+        xrows, drows = RowPlaces(b, x, xs), RowPlaces(b, xd, xds)
 
         def body(i: Any, accs: list[Any]) -> list[Any]:
             dot = Dot(b, unsigned_weights=bits == 4)
             block = b.add(w, b.mul(i, c64(shape.block_bytes)))
             _prefetch(b, block, shape.block_bytes)
             quants = [b.add(block, c64(r * shape.quant_bytes)) for r in range(n_groups)]
-            xb = [b.add(row, b.mul(i, c64(32))) for row in xrows]
-            db = [b.add(row, b.mul(i, c64(XD_BYTES))) for row in drows]
+            xb = xrows.at(b.mul(i, c64(32)), n_tokens)
+            db = drows.at(b.mul(i, c64(XD_BYTES)), n_tokens)
             offsets = [load_at(b, b.add(d, c64(8)), I32, 4) for d in db]
             sums = {(r, t): dot.zero(offsets[t]) for r, t in pairs}
 
@@ -218,13 +246,13 @@ def float_tile(layout: Layout, n_tokens: int) -> Any:
 
     def emit(b: Any, args: list[Any]) -> None:
         w, x, xs, _xd, _xds, y, ys, add, bias, n = args
-        xrows = [b.add(x, b.mul(xs, c64(t))) for t in range(n_tokens)]
+        xrows = RowPlaces(b, x, xs)
 
         def body(i: Any, accs: list[Any]) -> list[Any]:
             row = b.add(w, b.mul(i, c64(n_groups * VL * element)))
             _prefetch(b, row, n_groups * VL * element)
             weights = [_load_float(b, b.add(row, c64(r * VL * element)), layout) for r in range(n_groups)]
-            xv = [splat(b, load_at(b, b.add(row, b.mul(i, c64(4))), F32, 4)) for row in xrows]
+            xv = [splat(b, load_at(b, place, F32, 4)) for place in xrows.at(b.mul(i, c64(4)), n_tokens)]
             return [
                 llvm_call(b, f"llvm.fma.v{VL}f32", VF, xv[t], weights[r], accs[r * n_tokens + t])
                 for r in range(n_groups)
