@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from families import RECORDED, TOKEN_IDS, golden_logits, make_hf_folder
+from families import RECORDED, TOKEN_IDS, families, golden_logits, make_hf_folder
+from gapless.arch.spec import ModelSpec, RopeSpec
 from gapless.errors import GaplessError, ModelError, ModelFileError, UnsupportedModelError
 from gapless.executor.reference import ReferenceExecutor
-from gapless.models.gguf_file import GgufFile
+from gapless.models import rope, spec_gguf, spec_hf
+from gapless.models.fields import LEAST, MAX_SIZE, MOST, Fields
+from gapless.models.gguf_file import GgufFile, open_gguf
 from gapless.models.load import load_model
 from gapless.text.chat import ChatTemplate
 from gapless.text.tokenizer import Tokenizer
@@ -158,7 +166,7 @@ def change_config(folder: Path, tmp_path: Path, **fields: object) -> Path:
         ({"num_hidden_layers": 4}, "'model.layers.3.self_attn.q_proj.weight' is missing"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
         ({"hidden_act": "relu"}, "'relu' is not supported"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic' is not supported"),
         ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
         ({"head_dim": 33}, "head_dim = 33"),
     ],
@@ -211,6 +219,149 @@ def test_types_that_are_not_supported_are_named(folder: Path, tmp_path: Path) ->
     save_file(tensors, copy / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="'I32'"):
         load_model(copy)
+
+
+# --- values of no sense
+
+HUGE = 10**400
+VALUES = [None, True, False, -1, 0, 1, 2, 3, 1.5, 1e-300, 1e300, 5e-324, HUGE, -HUGE, math.inf, -math.inf]
+VALUES += [math.nan, "x", "a\nb", "\ud800", "x" * 10_000, "yarn", "linear", "llama3", "longrope", [], {}, [1], [HUGE]]
+VALUES += [[math.nan] * 16, [[[]]], {"factor": HUGE}, ["full_attention"] * 9]
+# What GGUF files hold, and what Python refuses to print.
+ODD_VALUES = [np.zeros(0), np.zeros(1), np.ones(3), np.zeros(2000), 10**5000, [10**5000]]
+
+json_values = st.recursive(
+    st.sampled_from([v for v in VALUES if not isinstance(v, list | dict)])
+    | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+METHODS: dict[str, tuple[Callable[[Fields], object], Callable[[Any], bool]]] = {
+    "size": (lambda f: f.size("k"), lambda x: type(x) is int and 1 <= x <= MAX_SIZE),
+    "size with default": (lambda f: f.size("k", 7, most=9), lambda x: type(x) is int and 1 <= x <= 9),
+    "optional_size": (lambda f: f.optional_size("k"), lambda x: x is None or 1 <= x <= 1 << 31),
+    "number": (lambda f: f.number("k"), lambda x: type(x) is float and LEAST < x <= MOST),
+    "number with bounds": (lambda f: f.number("k", 0.5, high=1.0), lambda x: type(x) is float and 0 < x <= 1),
+    "optional_number": (lambda f: f.optional_number("k"), lambda x: x is None or LEAST < x <= MOST),
+    "flag": (lambda f: f.flag("k", True), lambda x: isinstance(x, bool)),
+    "text": (lambda f: f.text("k"), lambda x: isinstance(x, str)),
+    "numbers": (lambda f: f.numbers("k", 1), lambda x: len(x) == 1 and LEAST < x[0] <= MOST),
+    "sub": (lambda f: f.sub("k").optional_size("k"), lambda x: x is None or 1 <= x <= 1 << 31),
+    "has": (lambda f: f.has("k"), lambda x: isinstance(x, bool)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(value=json_values | st.integers(0, len(ODD_VALUES) - 1).map(ODD_VALUES.__getitem__), missing=st.booleans())
+def test_any_value_of_a_field_is_sound_or_refused(method: str, value: object, missing: bool) -> None:
+    call, is_sound = METHODS[method]
+    fields = Fields({} if missing else {"k": value}, "config.json")
+    sound, line = outcome(lambda: is_sound(call(fields)))
+    assert sound or ("config.json" in line and "k" in line)
+
+
+def outcome(check: Callable[[], bool]) -> tuple[bool, str]:
+    """What a check gives, or else the line of the error."""
+    problem = None
+    try:
+        sound = check()
+    except ModelError as raised:
+        sound, problem = False, raised
+    assert sound or problem is not None
+    assert problem is None or problem.remedy
+    line = str(problem)
+    assert "\n" not in line
+    assert len(line) < 600
+    return sound, line
+
+
+def is_sound(spec: ModelSpec) -> bool:
+    numbers = [spec.norm_eps, spec.embed_scale, spec.final_softcap or 1.0]
+    for layer in spec.layers:
+        a = layer.attention
+        assert 2 <= a.rope.rotary_dim <= a.head_dim
+        numbers += [a.scale, a.softcap or 1.0, a.rope.scale, *a.rope.inv_freq]
+    return all(0 < np.float32(x) < np.inf for x in numbers)
+
+
+def replaced(config: Mapping[str, Any], values: Sequence[object] = VALUES) -> Iterator[dict[str, Any]]:
+    """The config with each of its fields, those of its tables too, replaced by each value."""
+    for key, old in config.items():
+        for value in values:
+            yield {**config, key: value}
+        if isinstance(old, Mapping):
+            yield from ({**config, key: inner} for inner in replaced(old, values))
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+             "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.1},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*families(), *SCALINGS])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_any_value_in_a_config_makes_a_model_or_one_line(family: str, legacy: bool, tmp_path: Path) -> None:
+    scaling = SCALINGS.get(family)
+    made = make_hf_folder("llama" if scaling else family, tmp_path, legacy=legacy)
+    config = json.loads((made / "config.json").read_text())
+    if scaling is not None:
+        config["rope_scaling" if legacy else "rope_parameters"] = scaling
+    config |= {"num_hidden_layers": 2}
+    assert is_sound(spec_hf.spec_of(config, "config.json"))
+    for changed in replaced(config):
+        outcome(lambda: is_sound(spec_hf.spec_of(changed, "config.json")))  # noqa: B023
+
+
+GGUF_SCALING: dict[str, dict[str, Any]] = {
+    "none": {},
+    "linear": {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    "yarn": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+}
+
+
+@pytest.mark.parametrize("scaling", GGUF_SCALING)
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "mixtral", "qwen3_moe"])
+def test_any_value_in_metadata_makes_a_model_or_one_line(family: str, scaling: str, tmp_path: Path) -> None:
+    file, tensors = open_gguf(write_gguf(tmp_path / "m.gguf", family))
+    arch = file["general.architecture"]
+    metadata: Any = {k: v for k, v in file.items() if k.startswith((f"{arch}.", "general."))}
+    metadata |= {f"{arch}.{key}": value for key, value in GGUF_SCALING[scaling].items()}
+    metadata |= {f"{arch}.rope.dimension_count": 16, f"{arch}.vocab_size": 320, f"{arch}.attn_logit_softcapping": 2.0}
+    assert is_sound(spec_gguf.spec_of(metadata, tensors, "m.gguf"))
+    for known in (tensors, {}):
+        for changed in replaced(metadata, [*VALUES, *ODD_VALUES]):
+            outcome(lambda: is_sound(spec_gguf.spec_of(changed, known, "m.gguf")))  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_theta": 1e-300}, "rope_theta = 1e-300 is not a number above 1 and up to 1e+12"),
+        ({"rope_theta": 1.0, "rope_type": "yarn", "factor": 4.0}, "rope_theta = 1.0"),
+        ({"rope_type": "linear", "factor": 1e300}, "factor = 1e+300"),
+        ({"rope_type": "linear", "factor": 1e-300}, "factor = 1e-300"),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 32.0}, "beta_slow = 32.0"),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e9}, "attention_factor = 1000000000.0"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}, "high_freq_factor = 4.0 is not above low_freq_factor = 4"),
+        ({"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+    ],
+)  # fmt: skip
+def test_rope_fields_that_make_no_sense_are_named(folder: Path, fields: dict[str, Any], message: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 10000.0, **fields}
+    with pytest.raises(ModelFileError) as caught:
+        spec_hf.spec_of(config, "config.json")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, 1e40])
+def test_frequencies_that_cannot_be_computed_with(bad: float) -> None:
+    for found in (RopeSpec((1.0, bad)), RopeSpec((1.0, 0.5), scale=bad)):
+        with pytest.raises(ModelFileError, match="m: the rope fields lead to the frequency or scale"):
+            rope.checked(found, "m")
 
 
 def test_the_real_model(real_model: Path) -> None:
