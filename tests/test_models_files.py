@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
 import random
 import shutil
+import signal
+import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +25,12 @@ from families import RECORDED, TOKEN_IDS, families, golden_logits, make_hf_folde
 from gapless.arch.spec import ModelSpec, RopeSpec
 from gapless.errors import GaplessError, ModelError, ModelFileError, UnsupportedModelError
 from gapless.executor.reference import ReferenceExecutor
-from gapless.models import rope, spec_gguf, spec_hf
+from gapless.models import files, rope, spec_gguf, spec_hf
 from gapless.models.fields import LEAST, MAX_SIZE, MOST, Fields
 from gapless.models.gguf_file import GgufFile, open_gguf
 from gapless.models.load import load_model
+from gapless.models.safetensors_file import INDEX
+from gapless.models.store import resolve
 from gapless.text.chat import ChatTemplate
 from gapless.text.tokenizer import Tokenizer
 from tiny_gguf import write_gguf
@@ -206,7 +213,7 @@ def test_shards_are_read_and_missing_ones_named(folder: Path, tmp_path: Path) ->
     whole, sharded = load_model(folder), load_model(copy)
     assert np.array_equal(whole.weights.layers[2].down.float32(), sharded.weights.layers[2].down.float32())
     (copy / "model-2.safetensors").unlink()
-    with pytest.raises(ModelFileError, match=r"shard model-2\.safetensors is missing"):
+    with pytest.raises(ModelFileError, match=r"shard 'model-2\.safetensors' is missing"):
         load_model(copy)
 
 
@@ -219,6 +226,151 @@ def test_types_that_are_not_supported_are_named(folder: Path, tmp_path: Path) ->
     save_file(tensors, copy / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="'I32'"):
         load_model(copy)
+
+
+# --- names that stand for no file
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_socket(path: Path) -> None:
+    """By its name within the folder: the whole path may be too long for a socket."""
+    before = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder": (make_folder, "is a folder"),
+    "pipe": (os.mkfifo, "is a pipe"),
+    "link to a pipe": (lambda p: (os.mkfifo(f"{p}-pipe"), p.symlink_to(f"{p}-pipe")), "is a pipe"),
+    "socket": (make_socket, "is a socket"),
+    "device": (lambda p: p.symlink_to("/dev/zero"), "is a device"),
+    "terminal": (lambda p: p.symlink_to("/dev/ptmx"), "is a device"),
+    "dangling link": (lambda p: p.symlink_to("nowhere"), "is a link to a file that is not there"),
+    "link to itself": (lambda p: p.symlink_to(p), "cannot be read"),
+    "link too long": (lambda p: p.symlink_to("x" * 300), "is too long a name"),
+    "empty": (lambda p: p.write_bytes(b""), ""),
+}
+
+
+@contextlib.contextmanager
+def soon() -> Iterator[None]:
+    """Opening a pipe would wait for ever."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(5)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def expect_line(path: Path, name: str, message: str = "") -> None:
+    with soon(), pytest.raises(ModelError) as caught:
+        load_all(resolve(str(path)))
+    line = str(caught.value)
+    assert name in line
+    assert message in line
+    assert "\n" not in line
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", INDEX],
+)
+def test_files_of_a_folder_that_are_no_files(folder: Path, tmp_path: Path, name: str, kind: str) -> None:
+    copy = shutil.copytree(folder, tmp_path / "odd")
+    (copy / name).unlink(missing_ok=True)
+    make, message = ODD[kind]
+    make(copy / name)
+    expect_line(copy, name, message)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "empty"])
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
+def test_chat_templates_that_are_no_files(folder: Path, tmp_path: Path, name: str, kind: str) -> None:
+    copy = shutil.copytree(folder, tmp_path / "odd")
+    make, message = ODD[kind]
+    make(copy / name)
+    expect_line(copy, name, message)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_models_that_are_no_files(tmp_path: Path, kind: str) -> None:
+    make, message = ODD[kind]
+    for name in ("m.gguf", "m"):
+        make(tmp_path / name)
+        expect_line(tmp_path / name, name, "no GGUF file" if kind == "folder" else message)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_parts_that_are_no_files(gguf: Path, folder: Path, tmp_path: Path, kind: str) -> None:
+    make, message = ODD[kind]
+    shutil.copy(gguf, tmp_path / "m-00001-of-00002.gguf")
+    make(tmp_path / "m-00002-of-00002.gguf")
+    expect_line(tmp_path / "m-00001-of-00002.gguf", "m-00002-of-00002.gguf", message)
+    copy = shutil.copytree(folder, tmp_path / "shards")
+    (copy / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    make(copy / "a.safetensors")
+    expect_line(copy, "a.safetensors", message)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ESTALE, errno.ENODEV])
+@pytest.mark.parametrize("call", ["stat", "open", "listdir"])
+def test_whatever_the_system_refuses(
+    gguf: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(files.os, call, refuse)
+    for path in (tmp_path / "empty",) if call == "listdir" else (gguf, folder):
+        with pytest.raises(ModelFileError, match=f"cannot be read .{os.strerror(number)}.; check the path"):
+            load_model(path)
+
+
+def test_a_text_of_absurd_size_is_not_read(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "large")
+    for name in ("tokenizer.json", "config.json"):
+        os.truncate(copy / name, 1 << 40)
+        expect_line(copy, name, "1099511627776 bytes")
+
+
+NAMES_OF_NO_SHARD = [
+    "a" * 300 + ".safetensors", "a" * 100_000, "a\0b.safetensors", "\ud800.safetensors", "a\nb.safetensors", "../a",
+    "/etc/passwd", "a/b", "", ".", "..", " ", 3, 1.5, None, True, [], {}, ["a"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_OF_NO_SHARD, ids=lambda name: repr(name)[:20])
+def test_names_of_no_shard(folder: Path, tmp_path: Path, name: object) -> None:
+    copy = shutil.copytree(folder, tmp_path / "named")
+    (copy / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ModelFileError) as caught:
+        load_model(copy)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 100_000, "a\0b", "\ud800", "a/" * 3000])
+def test_paths_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model(Path(name))
+    assert len(str(caught.value)) < 600
 
 
 # --- values of no sense

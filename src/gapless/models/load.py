@@ -11,6 +11,7 @@ from gapless.arch.spec import ModelSpec, ModelWeights
 from gapless.errors import ModelError
 from gapless.models import spec_gguf, spec_hf
 from gapless.models.assemble import Assembler
+from gapless.models.files import files_in, is_folder, is_present, open_regular
 from gapless.models.gguf_file import GgufFile, open_gguf
 from gapless.models.safetensors_file import open_safetensors, read_json
 from gapless.models.tensor import WeightTensor
@@ -52,19 +53,19 @@ def load_model(path: Path) -> LoadedModel:
         ModelFileError: a file is damaged or lacks something.
         UnsupportedModelError: the family, a tensor type or a scaling is not known.
     """
-    if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
-        if (path / "config.json").exists():
+    if is_folder(path):
+        if is_present(path / "config.json"):
             return _load_folder(path)
+        ggufs = files_in(path, ".gguf")
         if ggufs:
             first = [p for p in ggufs if "-00001-of-" in p.name] or ggufs
             if len(first) > 1:
                 raise ModelError(f"{path}: has {len(first)} GGUF files", f"give one of them, like {first[0]}")
             return _load_gguf(first[0])
         raise ModelError(f"{path}: has no config.json and no GGUF file", "give a model folder or a GGUF file")
-    if not path.exists():
+    if not is_present(path):
         raise ModelError(f"{path}: does not exist", "check the path")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         magic = file.read(4)
     if magic != b"GGUF" and path.suffix == ".safetensors":
         return _load_folder(path.parent)
@@ -88,7 +89,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     tensors = {_canonical(name): tensor for name, tensor in open_safetensors(folder).items()}
     weights = Assembler(spec, spec_hf.names_of(family), tensors, str(folder)).weights()
     generation = folder / "generation_config.json"
-    texts: list[Mapping[str, Any]] = [read_json(generation)] if generation.exists() else []
+    texts: list[Mapping[str, Any]] = [read_json(generation)] if is_present(generation) else []
     texts.append(config)
     eos = tuple(dict.fromkeys(i for text in texts for i in _token_ids(text.get("eos_token_id"))))
     return LoadedModel(

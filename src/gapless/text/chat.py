@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from gapless.errors import ModelError, ModelFileError, RequestError
+from gapless.models.files import is_present, read_regular
 from gapless.text.budget import Budget, OverBudget
 from gapless.text.sandbox import Refusal, Sandbox
 
@@ -120,8 +121,8 @@ def _find_source(model: LoadedModel) -> str | None:
         return source if isinstance(source, str) else None
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         path: Path = model.path / name
-        if path.exists():
-            source = path.read_text("utf-8", "replace") if name.endswith("jinja") else _from_json(path)
+        if is_present(path):
+            source = read_regular(path).decode("utf-8", "replace") if name.endswith("jinja") else _from_json(path)
             if source is not None:
                 return source
     return None
@@ -142,7 +143,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     from gapless.models.safetensors_file import read_json
 
     path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.exists() else {}
+    config = read_json(path) if is_present(path) else {}
     tokens: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as HfTokenizer
 
 from gapless.errors import ModelFileError
+from gapless.models.files import is_present, read_regular
 from gapless.text.gguf_tokenizer import GgufTokenizer
 from gapless.text.spelling import Spelling, spelling_of
 
@@ -46,7 +47,7 @@ class Tokenizer:
         if model.gguf is not None:
             return cls.from_gguf(model.gguf, model.path.name, model.eos_ids)
         path = model.path / "tokenizer.json"
-        if not path.exists():
+        if not is_present(path):
             raise ModelFileError(
                 f"{model.path}: has no tokenizer.json",
                 "fetch it from the model's page, or convert its tokenizer with transformers",
@@ -56,8 +57,9 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: Path, bos_id: int | None = None, eos_ids: Sequence[int] = ()) -> Tokenizer:
         """A ``tokenizer.json``; whether BOS comes before a text is the file's own matter. Raises ModelFileError."""
+        data = read_regular(path)
         try:
-            hf = HfTokenizer.from_file(str(path))
+            hf = HfTokenizer.from_buffer(data)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as problem:  # a panic of the library is no Exception
