@@ -29,7 +29,7 @@ from gapless.models import files, rope, spec_gguf, spec_hf
 from gapless.models.fields import LEAST, MAX_SIZE, MOST, Fields
 from gapless.models.gguf_file import GgufFile, open_gguf
 from gapless.models.load import load_model
-from gapless.models.safetensors_file import INDEX
+from gapless.models.safetensors_file import INDEX, open_safetensors
 from gapless.models.store import resolve
 from gapless.text.chat import ChatTemplate
 from gapless.text.tokenizer import Tokenizer
@@ -514,6 +514,30 @@ def test_frequencies_that_cannot_be_computed_with(bad: float) -> None:
     for found in (RopeSpec((1.0, bad)), RopeSpec((1.0, 0.5), scale=bad)):
         with pytest.raises(ModelFileError, match="m: the rope fields lead to the frequency or scale"):
             rope.checked(found, "m")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_vectors_with_numbers_that_are_not_finite(tmp_path: Path, family: str, kind: str, bad: float) -> None:
+    if kind == "gguf":
+        path = file = write_gguf(tmp_path / "m.gguf", family)
+        tensors = open_gguf(file)[1]
+    else:
+        path = make_hf_folder(family, tmp_path / "m")
+        file, tensors = path / "model.safetensors", open_safetensors(path)
+    vectors = [t for t in tensors.values() if len(t.shape) == 1]
+    assert len(vectors) > 4
+    data = file.read_bytes()
+    for tensor in vectors:
+        damaged = tensor.float32().copy()
+        damaged[len(damaged) // 2] = bad
+        at = data.index(tensor.data.tobytes())
+        (tmp_path / "new").write_bytes(data[:at] + damaged.tobytes() + data[at + damaged.nbytes :])
+        os.replace(tmp_path / "new", file)
+        with pytest.raises(ModelFileError) as caught:
+            load_model(path)
+        assert f"tensor {tensor.name!r} holds numbers that are not finite; use an unmodified copy" in str(caught.value)
 
 
 def test_the_real_model(real_model: Path) -> None:
