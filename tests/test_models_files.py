@@ -540,6 +540,44 @@ def test_vectors_with_numbers_that_are_not_finite(tmp_path: Path, family: str, k
         assert f"tensor {tensor.name!r} holds numbers that are not finite; use an unmodified copy" in str(caught.value)
 
 
+# --- a tokenizer and a model that do not belong together
+
+
+def change_tokenizer(folder: Path, copy: Path, post: dict[str, Any]) -> Path:
+    shutil.copytree(folder, copy)
+    text = json.loads((copy / "tokenizer.json").read_text())
+    (copy / "tokenizer.json").write_text(json.dumps(text | {"post_processor": post}))
+    return copy
+
+
+@pytest.mark.parametrize("outside", [320, 10**9])
+def test_tokens_put_around_a_text_are_those_of_the_model(folder: Path, tmp_path: Path, outside: int) -> None:
+    inside = 256
+    for number, make in enumerate((_template_processor, _bert_processor)):
+        load_all(change_tokenizer(folder, tmp_path / f"good{number}", make(inside)))
+        bad = change_tokenizer(folder, tmp_path / f"bad{number}", make(outside))
+        expect_line(bad, "tokenizer.json", f"adds the token {outside} to every text, the model has vocab_size = 320")
+
+
+def _template_processor(bos: int) -> dict[str, Any]:
+    piece = {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"SpecialToken": {"id": "<b>", "type_id": 0}}
+    return {"type": "TemplateProcessing", "single": [special, piece], "pair": [special, piece, piece],
+            "special_tokens": {"<b>": {"id": "<b>", "ids": [bos], "tokens": ["<b>"]}}}  # fmt: skip
+
+
+def _bert_processor(bos: int) -> dict[str, Any]:
+    return {"type": "BertProcessing", "sep": ["<|eos|>", 257], "cls": ["<|bos|>", bos]}
+
+
+@pytest.mark.parametrize("value", [320, 10**400, -1, 1.5, "x", True, [320, -1, None], [], {}])
+def test_special_ids_that_are_no_tokens_are_not_taken(folder: Path, tmp_path: Path, value: object) -> None:
+    copy = change_config(folder, tmp_path, eos_token_id=value, bos_token_id=value)
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    model = load_model(copy)
+    assert (model.bos_id, model.eos_ids) == (None, ())
+
+
 def test_the_real_model(real_model: Path) -> None:
     model = load_model(real_model)
     assert model.spec.n_layers == 30

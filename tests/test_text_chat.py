@@ -356,6 +356,21 @@ def test_whatever_number_is_given_a_template_ends_soon(expression: str) -> None:
         assert len(line) < 500
 
 
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content }}", "{{ messages | tojson }}", "{{ x }}", "{{ '%c' % 55296 }}", "\ud800"]
+)
+def test_a_chat_is_valid_unicode(source: str) -> None:
+    """A lone surrogate is refused wherever it comes from."""
+    with pytest.raises(
+        (RequestError, ModelFileError), match=r"lone surrogate at character|chat template is not usable"
+    ):
+        render(source, [{"role": "user", "content": "a\udfff"}], x="\ud800")
+
+
+def test_a_lone_surrogate_that_is_written_as_an_escape_does_no_harm() -> None:
+    assert render("{{ messages[0].content | tojson(ensure_ascii=true) }}", [{"content": "\udfff"}]) == '"\\udfff"'
+
+
 def test_the_messages_are_the_callers_own() -> None:
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(RequestError):

@@ -76,7 +76,8 @@ def _load_gguf(path: Path) -> LoadedModel:
     file, tensors = open_gguf(path)
     spec = spec_gguf.spec_of(file, tensors, path.name)
     weights = Assembler(spec, spec_gguf.names_of(spec.family), tensors, path.name).weights()
-    ids = {key: _token_id(file.get(f"tokenizer.ggml.{key}_token_id")) for key in ("bos", "eos", "eot", "eom")}
+    keys = ("bos", "eos", "eot", "eom")
+    ids = {key: _token_id(file.get(f"tokenizer.ggml.{key}_token_id"), spec.vocab_size) for key in keys}
     eos = tuple(dict.fromkeys(i for key in ("eos", "eot", "eom") if (i := ids[key]) is not None))
     name = file.get("general.name")
     return LoadedModel(name if isinstance(name, str) else path.stem, path, "gguf", spec, weights, ids["bos"], eos, file)
@@ -91,10 +92,9 @@ def _load_folder(folder: Path) -> LoadedModel:
     generation = folder / "generation_config.json"
     texts: list[Mapping[str, Any]] = [read_json(generation)] if is_present(generation) else []
     texts.append(config)
-    eos = tuple(dict.fromkeys(i for text in texts for i in _token_ids(text.get("eos_token_id"))))
-    return LoadedModel(
-        folder.name, folder, "safetensors", spec, weights, _token_id(config.get("bos_token_id")), eos, None
-    )
+    eos = tuple(dict.fromkeys(i for text in texts for i in _token_ids(text.get("eos_token_id"), spec.vocab_size)))
+    bos = _token_id(config.get("bos_token_id"), spec.vocab_size)
+    return LoadedModel(folder.name, folder, "safetensors", spec, weights, bos, eos, None)
 
 
 def _canonical(name: str) -> str:
@@ -106,10 +106,11 @@ def _canonical(name: str) -> str:
     return name
 
 
-def _token_id(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value < 1 << 31 else None
+def _token_id(value: object, vocab_size: int) -> int | None:
+    """None for what is no token of the model: it can neither come in nor out."""
+    return value if type(value) is int and 0 <= value < vocab_size else None
 
 
-def _token_ids(value: object) -> list[int]:
+def _token_ids(value: object, vocab_size: int) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [i for v in values if (i := _token_id(v)) is not None]
+    return [i for v in values if (i := _token_id(v, vocab_size)) is not None]
