@@ -341,6 +341,33 @@ def test_paths_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m.gguf").write_bytes(b"")
     assert resolve("~/m.gguf") == tmp_path / "m.gguf"
+    (tmp_path / "link").symlink_to("nowhere")  # what is wrong with it, loading says
+    assert resolve(str(tmp_path / "link")) == tmp_path / "link"
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def test_a_path_that_may_not_be_looked_at_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "lstat", refuse)
+    assert resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
+
+
+@pytest.mark.parametrize("calls", [("mkdir",), ("open",), ("stat", "mkdir")])
+def test_a_cache_that_may_not_be_used(cache: Path, monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...]) -> None:
+    for call in calls:
+        monkeypatch.setattr(Path, call, refuse)
+    monkeypatch.setattr(hub, "cached_models", lambda: [])
+    assert not any(m.present for m in list_models())
+    with pytest.raises(DownloadError, match=r"cannot be written \(Permission denied\); set GAPLESS_CACHE"):
+        pull("fake-1")
+
+
+def test_a_hub_cache_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for problem in (PermissionError("no"), ValueError("it is a file")):
+        monkeypatch.setattr("huggingface_hub.scan_cache_dir", lambda problem=problem: (_ for _ in ()).throw(problem))
+        assert hub.cached_models() == []
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,8 @@ HOSTILE = {
     "large numbers": grown("n.x * n.x", "3"),
     "large number read": "{{ ('f' * 4000000) | int(0, 16) // 3 }}",
     "digits": "{{ 1 | round(10 ** 9, 'ceil') }}",
+    "digits before the point": "{{ 5 | round(-10 ** 9) }}",
+    "digits of each": "{{ [5] | map('round', -10 ** 9) | list }}",
     "doubling": grown("n.x + n.x"),
     "doubling by ~": grown("n.x ~ n.x"),
     "doubling by %": grown("'%s%s' % (n.x, n.x)"),
@@ -268,6 +270,7 @@ HOSTILE = {
     "many widths": "{{ ('%9999d' * 9999) % range(9999) | list }}",
     "format width": "{{ '{:>999999999}'.format('a') }}",
     "format width as argument": "{{ '{:>{w}}'.format('a', w='999999999') }}",
+    "format width in other digits": "{{ '{:>٩٩٩٩٩٩٩٩٩}'.format('a') }}",
     "format map": "{{ '{a:>999999999}'.format_map({'a': 1}) }}",
     "format filter": "{{ '%999999999d' | format(1) }}",
     "indent": "{{ ('\n' * 100000) | indent(100000) }}",
@@ -313,6 +316,59 @@ def test_hostile_templates_end_soon_with_one_line(kind: str, monkeypatch: pytest
     assert len(str(caught.value)) < 500
     assert caught.value.remedy
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) << 10 < MAX_GROWTH_BYTES
+
+
+# Wherever a template may give a number ``n``.
+NUMBERS = [
+    "n | round", "5 | round(n)", "5 | round(precision=n)", "5 | round(n, 'ceil')", "5.5 | round(n, 'floor')",
+    "[5] | map('round', n) | list", "['a'] | map('center', n) | list", "range(n) | length", "range(0, n, n) | list",
+    "range(n, 0, -1) | length", "'abc'[n]", "'abc'[n:]", "'abc'[:n]", "'abc'[::n]", "[1, 2][n]", "[1, 2][::n]",
+    "messages[n]", "[1] * n", "n * 'ab'", "(1, 2) * n", "n * n", "n + n", "n - n", "-n", "n / n", "1 / n", "n // 3",
+    "7 // n", "7 % n", "n % 7", "2 ** n", "n ** n", "n ** -n", "(-2) ** n", "2.5 ** n", "n ** 0.5", "'%d' % n",
+    "'%c' % n", "'%s' % n", "'%x' % n", "'%f' % n", "'%.99f' % n", "('%' ~ n ~ 'd') % 1", "('%.' ~ n ~ 'f') % 1.5",
+    "'%*d' % (n, 1)", "('{:>' ~ n ~ '}').format(1)", "('{:.' ~ n ~ 'f}').format(1.5)", "('{' ~ n ~ '}').format(1)",
+    "'{:d}'.format(n)", "'{:c}'.format(n)", "'{:,}'.format(n)", "'{:f}'.format(n)", "'{:b}'.format(n)",
+    "'a'.center(n)", "'a'.ljust(n)", "'a'.rjust(n)", "'1'.zfill(n)", "'a\tb'.expandtabs(n)", "'a b c'.split(' ', n)",
+    "'a b c'.rsplit(' ', maxsplit=n)", "'a\nb'.splitlines(n)", "'aaa'.replace('a', 'b', n)", "'aaa'.count('a', n)",
+    "'aaa'.find('a', 0, n)", "'aaa'.startswith('a', n)", "[1, 2].index(2, n)", "[1, 2].count(n)", "'a' | center(n)",
+    "'a\nb' | indent(n)", "'a\nb' | indent(width=n)", "'aaa' | replace('a', 'b', n)", "'a b' | truncate(n)",
+    "'a b' | wordwrap(n)", "[1, 2] | batch(n) | list", "[1, 2] | slice(n) | list", "'%d' | format(n)",
+    "[1] | tojson(indent=n)", "n | tojson", "n | int", "'7' | int(0, n)", "'x' | int(n)", "n | float", "n | abs",
+    "n | string", "n | title", "n | wordcount", "[1] | sum(start=n)", "[n, n] | sum", "[n, 1] | sort", "[n, 1] | max",
+    "[n, n] | unique | list", "n | default(n)", "n | list", "n | join(n)", "n is divisibleby(n)", "n is odd",
+    "n is even", "n is eq(n)", "n in [n]", "n in 'abc'", "n < n", "{n: n}", "{n: n}[n]", "{n: n}.get(n)", "n ~ n",
+    "cycler(n).next()", "joiner(n)()", "dict(a=n)", "namespace(a=n)", "strftime_now('%' ~ n ~ 'Y')", "n(n)", "n.n",
+]  # fmt: skip
+VALUES = [0, True, -1, 9999, -9999, 10**9, -(10**9), 10**400, -(10**400), 10**5000, 1e-300, 1e308, -1e308]
+VALUES += [float("inf"), -float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize("expression", NUMBERS)
+def test_whatever_number_is_given_a_template_ends_soon(expression: str) -> None:
+    for value in VALUES:
+        started = time.process_time()
+        try:
+            line = "" if render(f"{{{{ {expression} }}}}", n=value) is not None else "none"
+        except (RequestError, ModelFileError) as problem:
+            line = str(problem)
+        assert time.process_time() - started < 1.5, value
+        assert "\n" not in line
+        assert len(line) < 500
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content }}", "{{ messages | tojson }}", "{{ x }}", "{{ '%c' % 55296 }}", "\ud800"]
+)
+def test_a_chat_is_valid_unicode(source: str) -> None:
+    """A lone surrogate is refused wherever it comes from."""
+    with pytest.raises(
+        (RequestError, ModelFileError), match=r"lone surrogate at character|chat template is not usable"
+    ):
+        render(source, [{"role": "user", "content": "a\udfff"}], x="\ud800")
+
+
+def test_a_lone_surrogate_that_is_written_as_an_escape_does_no_harm() -> None:
+    assert render("{{ messages[0].content | tojson(ensure_ascii=true) }}", [{"content": "\udfff"}]) == '"\\udfff"'
 
 
 def test_the_messages_are_the_callers_own() -> None:

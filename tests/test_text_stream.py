@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models
 
+from gapless.errors import RequestError
 from gapless.text.stream import REPLACEMENT, Detokenizer, StopStrings
 from gapless.text.tokenizer import Tokenizer
 from tokenizer_data import byte_pair_metadata, sentence_piece_metadata
@@ -157,3 +158,9 @@ def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
     finder = StopStrings(["a" * 10_000 + "b"])
     shown = sum(len(finder.push("a")) for _ in range(50_000))
     assert shown == 40_000
+
+
+@pytest.mark.parametrize("stop", ["\ud800", "a\udfffb"])
+def test_a_stop_string_that_no_text_can_hold_is_refused(stop: str) -> None:
+    with pytest.raises(RequestError, match=r"the stop string '.*' has a lone surrogate at character \d"):
+        StopStrings(["a", stop])

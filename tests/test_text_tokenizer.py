@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
-from gapless.errors import ModelError, ModelFileError, UnsupportedModelError
+from gapless.errors import ModelError, ModelFileError, RequestError, UnsupportedModelError
 from gapless.models.gguf_file import GgufFile
 from gapless.text.pretokenizers import PRE_TOKENIZERS
 from gapless.text.spelling import SPACE, byte_alphabet, byte_level
@@ -268,13 +268,41 @@ def test_ids_without_a_token_make_no_text() -> None:
         assert tokenizer.decode([10**6, -1, 1 << 40]) == ""
 
 
+LONE = [chr(code) for code in (0xD800, 0xDBFF, 0xDC00, 0xDFFF)]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_PAIRS, SENTENCE_PIECE])
+@given(
+    before=st.text(max_size=5),
+    lone=st.sampled_from(LONE),
+    after=st.text(max_size=5),
+    flags=st.tuples(*[st.booleans()] * 2),
+)
+def test_lone_surrogates_are_named_by_their_place(
+    tokenizer: Tokenizer, before: str, lone: str, after: str, flags: tuple[bool, bool]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        tokenizer.encode(before + lone + after, add_special=flags[0], parse_special=flags[1])
+    problem = f"the text has a lone surrogate at character {len(before)}, which is no valid Unicode"
+    assert caught.value.problem == problem
+    assert caught.value.remedy
+
+
+def test_a_text_that_a_tokenizer_has_no_token_for() -> None:
+    tokenizer = Tokenizer(HfTokenizer(models.WordLevel({"a": 0}, unk_token="?")))
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(RequestError, match=r"the model's tokenizer cannot encode the text \(WordLevel error"):
+        tokenizer.encode("b")
+
+
 # --- tokenizer.json
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_PAIRS, SENTENCE_PIECE])
 def test_a_file_is_read_as_it_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.hf.save(str(tmp_path / "tokenizer.json"))
-    loaded = SimpleNamespace(path=tmp_path, gguf=None, bos_id=0, eos_ids=(1, 2))
+    spec = SimpleNamespace(vocab_size=1000)
+    loaded = SimpleNamespace(path=tmp_path, gguf=None, bos_id=0, eos_ids=(1, 2), spec=spec)
     read = Tokenizer.from_model(loaded)  # type: ignore[arg-type]
     ids = tokenizer.encode("hello, €  hello", add_special=False)
     assert read.encode("hello, €  hello") == ids
@@ -349,6 +377,31 @@ def test_a_token_may_be_there_twice_only_as_padding() -> None:
     doubled["scores"] = [0.0, 0.0, *metadata["tokenizer.ggml.scores"]]
     padded = sentence_piece_metadata(**doubled, token_type=[UNUSED, UNUSED, *types])
     assert Tokenizer.from_gguf(padded, "m.gguf").encode("hello", add_special=False)
+
+
+@pytest.mark.parametrize("bos", [-1, 10**6, "x", 1.5, [1]])
+def test_a_bos_that_is_no_token(bos: Any) -> None:
+    """It matters where it comes before a text."""
+    for metadata in (byte_pair_metadata, sentence_piece_metadata):
+        with pytest.raises(
+            ModelFileError, match=r"m\.gguf: tokenizer\.ggml\.bos_token_id = .* is none of its \d+ tokens"
+        ):
+            Tokenizer.from_gguf(metadata(bos_token_id=bos, add_bos_token=True), "m.gguf")
+        assert Tokenizer.from_gguf(metadata(bos_token_id=bos, add_bos_token=False), "m.gguf").bos_id is None
+
+
+def test_a_bos_beyond_the_models_vocabulary() -> None:
+    metadata = byte_pair_metadata(bos_token_id=261, add_bos_token=True)
+    for size in (262, 261):
+        spec = SimpleNamespace(vocab_size=size)
+        loaded = SimpleNamespace(path=Path("m.gguf"), gguf=metadata, bos_id=None, eos_ids=(), spec=spec)
+        if size > 261:
+            Tokenizer.from_model(loaded)  # type: ignore[arg-type]
+            continue
+        with pytest.raises(
+            ModelFileError, match=r"m\.gguf: .* adds the token 261 .* has vocab_size = 261; use the token"
+        ):
+            Tokenizer.from_model(loaded)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scores", [[1.0], ["a"], 3])

@@ -129,7 +129,19 @@ class Assembler:
                 f"{self._where}: tensor {name!r} has the shape {list(tensor.shape)}, described as {list(shape)}",
                 "use an unmodified copy of the model",
             )
+        if len(shape) == 1:
+            self._check_finite(tensor)
         return tensor
+
+    def _check_finite(self, tensor: WeightTensor) -> None:
+        """Of a vector, which takes no time; one bad number in a norm makes every answer nonsense."""
+        with np.errstate(all="ignore"):
+            finite = bool(np.isfinite(tensor.float32()).all())
+        if not finite:
+            raise ModelFileError(
+                f"{self._where}: tensor {tensor.name!r} holds numbers that are not finite",
+                "use an unmodified copy of the model",
+            )
 
     def _norm(self, name: str, size: int) -> WeightTensor:
         tensor = self._get(name, (size,))

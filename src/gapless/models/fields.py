@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from gapless.errors import ModelFileError
 
 MAX_SIZE = 1 << 24
+LEAST, MOST = 1e-20, 1e12  # of a number that single precision computes with
 
 _MISSING = object()
+
+
+def shown(value: object) -> str:
+    """A value in a line of error."""
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # a number of thousands of digits, values within values
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class Fields:
@@ -23,7 +32,7 @@ class Fields:
 
     def error(self, key: str, value: object, wanted: str) -> ModelFileError:
         return ModelFileError(
-            f"{self.where}: {self._prefix}{key} = {value!r} is not {wanted}", "use an unmodified copy of the model"
+            f"{self.where}: {self._prefix}{key} = {shown(value)} is not {wanted}", "use an unmodified copy of the model"
         )
 
     def has(self, key: str) -> bool:
@@ -48,18 +57,22 @@ class Fields:
 
     def optional_size(self, key: str) -> int | None:
         """A positive integer; None where the field is absent, null or 0."""
-        return self.size(key, most=1 << 31) if self.raw(key, None) not in (None, 0) else None
+        return self.size(key, most=1 << 31) if self._says(key) else None
 
-    def number(self, key: str, default: Any = _MISSING, *, low: float = 0.0, high: float = 1e12) -> float:
-        """A finite number above ``low`` and up to ``high``."""
+    def number(self, key: str, default: Any = _MISSING, *, low: float = LEAST, high: float = MOST) -> float:
+        """A number above ``low`` and up to ``high``."""
         value = self.raw(key, default)
-        sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not sound or not low < value <= high:
-            raise self.error(key, value, f"a number above {low} and up to {high:g}")
+        if not _within(value, low, high):
+            raise self.error(key, value, f"a number above {low:g} and up to {high:g}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        return self.number(key) if self.raw(key, None) not in (None, 0) else None
+        return self.number(key) if self._says(key) else None
+
+    def _says(self, key: str) -> bool:
+        """Whether the field is there and not 0, which stands for nothing."""
+        value = self.raw(key, None)
+        return value is not None and not (isinstance(value, int | float) and value == 0)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.raw(key, default)
@@ -73,14 +86,14 @@ class Fields:
             raise self.error(key, value, "a text")
         return value
 
-    def numbers(self, key: str, n: int) -> tuple[float, ...]:
-        """``n`` positive finite numbers."""
+    def numbers(self, key: str, n: int, *, low: float = LEAST, high: float = MOST) -> tuple[float, ...]:
+        """``n`` numbers above ``low`` and up to ``high``."""
         value = self.raw(key)
         if not isinstance(value, list) or len(value) != n:
             raise self.error(key, value if not isinstance(value, list) else f"{len(value)} values", f"{n} numbers")
-        sound = (isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and v > 0 for v in value)
-        if not all(sound):
-            raise self.error(key, value, "positive numbers")
+        for v in value:
+            if not _within(v, low, high):
+                raise self.error(key, v, f"all numbers above {low:g} and up to {high:g}")
         return tuple(float(v) for v in value)
 
     def sub(self, key: str) -> Fields:
@@ -89,3 +102,8 @@ class Fields:
         if not isinstance(value, Mapping):
             raise self.error(key, value, "a table")
         return Fields(value, f"{self.where}: {key}")
+
+
+def _within(value: object, low: float, high: float) -> bool:
+    """Whether it is a number, and one in that range; no comparison holds for NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low < value <= high

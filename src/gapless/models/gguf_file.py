@@ -7,7 +7,6 @@ time nor memory. Arrays of metadata are decoded when they are asked for: a vocab
 from __future__ import annotations
 
 import math
-import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gapless.errors import ModelFileError, UnsupportedModelError
+from gapless.models.fields import shown
+from gapless.models.files import REMEDY, is_present, map_file
 from gapless.models.quant import QUANTS, row_bytes
 from gapless.models.tensor import WeightTensor
 
@@ -26,7 +27,6 @@ MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 MAX_ELEMENTS = 1 << 48
-REMEDY = "download the file again"
 
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -113,7 +113,7 @@ class GgufFile(Mapping[str, Any]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        data = _mapped(path)
+        data = map_file(path)
         self._reader = _Reader(memoryview(data), path.name)
         self._array: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
         self._values: dict[str, Any] = {}
@@ -172,7 +172,7 @@ class GgufFile(Mapping[str, Any]):
         r = self._reader
         alignment = self._values.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8 or alignment > 1 << 20:
-            raise r.error(f"general.alignment = {alignment!r} is not a multiple of 8")
+            raise r.error(f"general.alignment = {shown(alignment)} is not a multiple of 8")
         base = -(-r.at // alignment) * alignment
         taken: list[tuple[int, int, str]] = []
         for name, shape, quant, offset in entries:
@@ -219,7 +219,7 @@ def open_gguf(path: Path) -> tuple[GgufFile, dict[str, WeightTensor]]:
         ModelFileError: the file, or a part, is damaged or missing.
     """
     first = GgufFile(path)
-    split = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    split = re.fullmatch(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", path.name)
     tensors = dict(first.tensors)
     if split is None:
         return first, tensors
@@ -228,7 +228,7 @@ def open_gguf(path: Path) -> tuple[GgufFile, dict[str, WeightTensor]]:
         part = path.with_name(f"{stem}-{number:05d}-of-{total}.gguf")
         if part == path:
             continue
-        if not part.exists():
+        if not is_present(part):
             raise ModelFileError(f"{path.name}: part {part.name} is missing", "fetch all parts into one folder")
         opened = GgufFile(part)
         if number == 1:
@@ -238,13 +238,3 @@ def open_gguf(path: Path) -> tuple[GgufFile, dict[str, WeightTensor]]:
                 raise ModelFileError(f"{part.name}: tensor {name!r} is there twice", REMEDY)
             tensors[name] = tensor
     return first, tensors
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError:
-        raise ModelFileError(f"{path.name}: the file is empty", REMEDY) from None
-    except OSError as problem:
-        raise ModelFileError(f"{path}: cannot be read ({problem.strerror})", "check the path and its rights") from None

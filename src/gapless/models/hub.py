@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,7 @@ def cached_models() -> list[Cached]:
 
     try:
         cache = scan_cache_dir()
-    except CacheNotFound:
+    except (CacheNotFound, OSError, ValueError):  # there is none, or none that can be read
         return []
     found: list[Cached] = []
     for repo in sorted(cache.repos, key=lambda repo: str(repo.repo_id)):
@@ -158,8 +159,8 @@ def cached_models() -> list[Cached]:
             continue
         newest = max(repo.revisions, key=lambda revision: float(revision.last_modified))
         name, commit, folder = f"{PREFIX}{repo.repo_id}", str(newest.commit_hash), Path(newest.snapshot_path)
-        if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+        if os.path.isfile(folder / "config.json") and any(folder.glob("*.safetensors")):
             found.append(Cached(name, folder, int(newest.size_on_disk), commit))
-        for file in sorted(folder.rglob("*.gguf")):
+        for file in sorted(filter(os.path.isfile, folder.rglob("*.gguf"))):  # a link may have lost its file
             found.append(Cached(f"{name}/{file.relative_to(folder)}", file, file.stat().st_size, commit))
     return found

@@ -11,6 +11,7 @@ from gapless.arch.spec import ModelSpec, ModelWeights
 from gapless.errors import ModelError
 from gapless.models import spec_gguf, spec_hf
 from gapless.models.assemble import Assembler
+from gapless.models.files import files_in, is_folder, is_present, open_regular
 from gapless.models.gguf_file import GgufFile, open_gguf
 from gapless.models.safetensors_file import open_safetensors, read_json
 from gapless.models.tensor import WeightTensor
@@ -52,19 +53,19 @@ def load_model(path: Path) -> LoadedModel:
         ModelFileError: a file is damaged or lacks something.
         UnsupportedModelError: the family, a tensor type or a scaling is not known.
     """
-    if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
-        if (path / "config.json").exists():
+    if is_folder(path):
+        if is_present(path / "config.json"):
             return _load_folder(path)
+        ggufs = files_in(path, ".gguf")
         if ggufs:
             first = [p for p in ggufs if "-00001-of-" in p.name] or ggufs
             if len(first) > 1:
                 raise ModelError(f"{path}: has {len(first)} GGUF files", f"give one of them, like {first[0]}")
             return _load_gguf(first[0])
         raise ModelError(f"{path}: has no config.json and no GGUF file", "give a model folder or a GGUF file")
-    if not path.exists():
+    if not is_present(path):
         raise ModelError(f"{path}: does not exist", "check the path")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         magic = file.read(4)
     if magic != b"GGUF" and path.suffix == ".safetensors":
         return _load_folder(path.parent)
@@ -75,7 +76,8 @@ def _load_gguf(path: Path) -> LoadedModel:
     file, tensors = open_gguf(path)
     spec = spec_gguf.spec_of(file, tensors, path.name)
     weights = Assembler(spec, spec_gguf.names_of(spec.family), tensors, path.name).weights()
-    ids = {key: _token_id(file.get(f"tokenizer.ggml.{key}_token_id")) for key in ("bos", "eos", "eot", "eom")}
+    keys = ("bos", "eos", "eot", "eom")
+    ids = {key: _token_id(file.get(f"tokenizer.ggml.{key}_token_id"), spec.vocab_size) for key in keys}
     eos = tuple(dict.fromkeys(i for key in ("eos", "eot", "eom") if (i := ids[key]) is not None))
     name = file.get("general.name")
     return LoadedModel(name if isinstance(name, str) else path.stem, path, "gguf", spec, weights, ids["bos"], eos, file)
@@ -88,12 +90,11 @@ def _load_folder(folder: Path) -> LoadedModel:
     tensors = {_canonical(name): tensor for name, tensor in open_safetensors(folder).items()}
     weights = Assembler(spec, spec_hf.names_of(family), tensors, str(folder)).weights()
     generation = folder / "generation_config.json"
-    texts: list[Mapping[str, Any]] = [read_json(generation)] if generation.exists() else []
+    texts: list[Mapping[str, Any]] = [read_json(generation)] if is_present(generation) else []
     texts.append(config)
-    eos = tuple(dict.fromkeys(i for text in texts for i in _token_ids(text.get("eos_token_id"))))
-    return LoadedModel(
-        folder.name, folder, "safetensors", spec, weights, _token_id(config.get("bos_token_id")), eos, None
-    )
+    eos = tuple(dict.fromkeys(i for text in texts for i in _token_ids(text.get("eos_token_id"), spec.vocab_size)))
+    bos = _token_id(config.get("bos_token_id"), spec.vocab_size)
+    return LoadedModel(folder.name, folder, "safetensors", spec, weights, bos, eos, None)
 
 
 def _canonical(name: str) -> str:
@@ -105,10 +106,11 @@ def _canonical(name: str) -> str:
     return name
 
 
-def _token_id(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value < 1 << 31 else None
+def _token_id(value: object, vocab_size: int) -> int | None:
+    """None for what is no token of the model: it can neither come in nor out."""
+    return value if type(value) is int and 0 <= value < vocab_size else None
 
 
-def _token_ids(value: object) -> list[int]:
+def _token_ids(value: object, vocab_size: int) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [i for v in values if (i := _token_id(v)) is not None]
+    return [i for v in values if (i := _token_id(v, vocab_size)) is not None]

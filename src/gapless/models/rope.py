@@ -6,6 +6,43 @@ import math
 from collections.abc import Sequence
 
 from gapless.arch.spec import RopeSpec
+from gapless.errors import ModelFileError
+from gapless.models.fields import Fields
+
+SMALLEST, LARGEST = 1e-30, 1e30  # frequencies and scales that single precision computes with
+
+
+def theta_of(fields: Fields, key: str, default: float) -> float:
+    """The base of the frequencies: they fall from 1 to its inverse, and YaRN takes its logarithm."""
+    return fields.number(key, default, low=1.0)
+
+
+def factor_of(fields: Fields, key: str) -> float:
+    """By how much a context is stretched."""
+    return fields.number(key, low=1e-6, high=1e6)
+
+
+def scale_of(fields: Fields, key: str, default: float) -> float:
+    """What cosines and sines are multiplied by."""
+    return fields.number(key, default, low=1e-3, high=1e3)
+
+
+def pairs_of(dims: int, fields: Fields, key: str) -> int:
+    """The dimensions that are rotated, an even number. Raises ModelFileError if none are."""
+    if dims < 2:
+        raise fields.error(key, dims, "enough to rotate two dimensions of a head")
+    return dims - dims % 2
+
+
+def checked(found: RopeSpec, where: str) -> RopeSpec:
+    """Raises ModelFileError unless all frequencies, and the scale, are numbers to compute with."""
+    for value in (*found.inv_freq, found.scale):
+        if not SMALLEST < value < LARGEST:
+            raise ModelFileError(
+                f"{where}: the rope fields lead to the frequency or scale {value:g}",
+                "use an unmodified copy of the model",
+            )
+    return found
 
 
 def plain(theta: float, rotary_dim: int, factors: Sequence[float] | float = 1.0, scale: float = 1.0) -> RopeSpec:
@@ -37,8 +74,13 @@ def longrope_scale(context: int, original: int) -> float:
     return 1.0 if s <= 1 else math.sqrt(1 + math.log(s) / math.log(original))
 
 
+def yarn_scale(factor: float) -> float:
+    """YaRN's attention factor where a model gives none."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
 def yarn(
-    theta: float, rotary_dim: int, factor: float, original: int, beta_fast: float, beta_slow: float, scale: float | None
+    theta: float, rotary_dim: int, factor: float, original: int, beta_fast: float, beta_slow: float, scale: float
 ) -> RopeSpec:
     """YaRN (arXiv 2309.00071): interpolate slow dimensions, keep fast ones, ramp between."""
 
@@ -51,5 +93,4 @@ def yarn(
     for i, frequency in enumerate(plain(theta, rotary_dim).inv_freq):
         ramp = min(max((i - low) / max(high - low, 0.001), 0.0), 1.0)
         frequencies.append(frequency / factor * ramp + frequency * (1 - ramp))
-    found = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return RopeSpec(tuple(frequencies), found if scale is None else scale)
+    return RopeSpec(tuple(frequencies), scale)

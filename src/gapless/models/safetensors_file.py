@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from gapless.errors import ModelFileError, UnsupportedModelError
-from gapless.models.gguf_file import MAX_ELEMENTS, REMEDY, _mapped
+from gapless.models.fields import shown
+from gapless.models.files import REMEDY, files_in, is_present, map_file, read_regular
+from gapless.models.gguf_file import MAX_ELEMENTS
 from gapless.models.quant import row_bytes
 from gapless.models.tensor import WeightTensor
 
@@ -30,8 +32,8 @@ def open_safetensors(folder: Path) -> dict[str, WeightTensor]:
         UnsupportedModelError: a tensor that is no F32, F16 or BF16.
     """
     index = folder / INDEX
-    if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
+    if not is_present(index):
+        files = files_in(folder, ".safetensors")
         if len(files) != 1:
             found = f"{len(files)} .safetensors files and no {INDEX}"
             raise ModelFileError(f"{folder}: has {found}", "give a folder with one model")
@@ -40,8 +42,8 @@ def open_safetensors(folder: Path) -> dict[str, WeightTensor]:
     wanted = _weight_map(index)
     for name in sorted(set(wanted.values())):
         shard = folder / name
-        if not shard.exists():
-            raise ModelFileError(f"{folder}: shard {name} is missing", "fetch the model again")
+        if not is_present(shard):
+            raise ModelFileError(f"{folder}: shard {shown(name)} is missing", "fetch the model again")
         tensors |= _read_file(shard)
     for tensor in wanted:
         if tensor not in tensors:
@@ -61,9 +63,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ModelFileError."""
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as problem:
-        raise ModelFileError(f"{path}: cannot be read ({problem.strerror})", "fetch the model again") from None
+        value = json.loads(read_regular(path))
     except (ValueError, RecursionError):
         raise ModelFileError(f"{path}: not valid JSON", REMEDY) from None
     if not isinstance(value, dict):
@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, WeightTensor]:
-    data = _mapped(path)
+    data = map_file(path)
     n = len(data)
     if n < 8:
         raise ModelFileError(f"{path.name}: the file ends at byte {n}, within the header", REMEDY)
@@ -119,6 +119,6 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], int, int
         raise ModelFileError(f"{path.name}: the header's entry of tensor {name!r} is malformed", REMEDY) from None
     if dtype not in ("F32", "F16", "BF16"):
         raise UnsupportedModelError(
-            f"{path.name}: tensor {name!r} has the type {dtype!r}, which is not supported", "convert it to BF16"
+            f"{path.name}: tensor {name!r} has the type {shown(dtype)}, which is not supported", "convert it to BF16"
         )
     return tuple(shape), begin, end, dtype

@@ -9,7 +9,7 @@ from gapless.arch.spec import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, R
 from gapless.errors import UnsupportedModelError
 from gapless.models import rope
 from gapless.models.assemble import Names
-from gapless.models.fields import Fields
+from gapless.models.fields import Fields, shown
 from gapless.models.gguf_file import GgufFile
 from gapless.models.tensor import WeightTensor
 
@@ -43,7 +43,7 @@ def spec_of(file: GgufFile, tensors: Mapping[str, WeightTensor], where: str) -> 
     architecture = Fields(file, where).text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{where}: general.architecture = {architecture!r} is not supported",
+            f"{where}: general.architecture = {shown(architecture)} is not supported",
             f"use a model of {', '.join(ARCHITECTURES)}",
         )
     return _Builder(Fields(file, where, architecture + "."), architecture, tensors).spec()
@@ -95,7 +95,7 @@ class _Builder:
             self.n_kv_heads,
             self.head_dim,
             scaled**-0.5,
-            self._rope(local),
+            rope.checked(self._rope(local), f.where),
             window=f.optional_size("attention.sliding_window") if local else None,
             softcap=f.optional_number("attn_logit_softcapping"),
         )
@@ -122,23 +122,24 @@ class _Builder:
     def _rope(self, local: bool) -> RopeSpec:
         f = self.f
         rotary = f.size("rope.dimension_count", self.head_dim, most=self.head_dim)
-        rotary -= rotary % 2
-        theta = f.number("rope.freq_base", 10000.0)
+        rotary = rope.pairs_of(rotary, f, "rope.dimension_count")
+        theta = rope.theta_of(f, "rope.freq_base", 10000.0)
         if self.arch == "gemma3" and local:
             return rope.plain(10000.0, rotary)
         original = f.size("rope.scaling.original_context_length", self.context, most=1 << 31)
         factors = self._factors(original, rotary)
         if factors is not None:
             long_scale = rope.longrope_scale(self.context, max(original, 2)) if self.arch == "phi3" else 1.0
-            return rope.plain(theta, rotary, factors, f.number("rope.scaling.attn_factor", long_scale))
+            return rope.plain(theta, rotary, factors, rope.scale_of(f, "rope.scaling.attn_factor", long_scale))
         kind = f.text("rope.scaling.type", "none")
         if kind == "linear":
-            return rope.plain(theta, rotary, f.number("rope.scaling.factor"))
+            return rope.plain(theta, rotary, rope.factor_of(f, "rope.scaling.factor"))
         if kind == "yarn":
-            return rope.yarn(theta, rotary, f.number("rope.scaling.factor"), original, 32.0, 1.0, None)
+            factor = rope.factor_of(f, "rope.scaling.factor")
+            return rope.yarn(theta, rotary, factor, original, 32.0, 1.0, rope.yarn_scale(factor))
         if kind not in ("none", "longrope"):
             raise UnsupportedModelError(
-                f"{f.where}: the rope scaling {kind!r} is not supported", "use one of none, linear, yarn, longrope"
+                f"{f.where}: the rope scaling {shown(kind)} is not supported", "use one of none, linear, yarn, longrope"
             )
         return rope.plain(theta, rotary)
 

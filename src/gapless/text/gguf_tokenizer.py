@@ -10,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from gapless.errors import GaplessError, ModelFileError, UnsupportedModelError
+from gapless.models.fields import shown
 from gapless.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from gapless.text.spelling import SPACE
 
@@ -51,7 +52,7 @@ class GgufTokenizer:
             )
         if not isinstance(self._kind, str) or self._kind not in ("gpt2", "llama"):
             raise UnsupportedModelError(
-                f"{where}: tokenizer.ggml.model = {_shown(self._kind)} is not supported",
+                f"{where}: tokenizer.ggml.model = {shown(self._kind)} is not supported",
                 "use a model whose tokenizer is gpt2 (byte pairs) or llama (SentencePiece)",
             )
         self._pre = self._pre_tokenizer() if self._kind == "gpt2" else PreTokenizer(adds_bos=True)
@@ -66,13 +67,18 @@ class GgufTokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as problem:  # a panic of the library is no Exception
-            raise self._error(f"the tokenizer is not usable ({_one_line(problem)})") from None
+            raise self._error(f"the tokenizer is not usable ({one_line(problem)})") from None
         return hf
 
     @property
     def bos_id(self) -> int | None:
-        bos = self._metadata.get(_PREFIX + "bos_token_id")
-        return bos if type(bos) is int and 0 <= bos < len(self._vocabulary.tokens) else None
+        """Raises ModelFileError if it is to come before a text and is no token."""
+        bos, n_tokens = self._metadata.get(_PREFIX + "bos_token_id"), len(self._vocabulary.tokens)
+        if type(bos) is int and 0 <= bos < n_tokens:
+            return bos
+        if bos is not None and self.adds_bos:
+            raise self._error(f"tokenizer.ggml.bos_token_id = {shown(bos)} is none of its {n_tokens} tokens")
+        return None
 
     @property
     def adds_bos(self) -> bool:
@@ -88,7 +94,7 @@ class GgufTokenizer:
         name = self._metadata.get(_PREFIX + "pre", "default")
         if not isinstance(name, str) or name not in PRE_TOKENIZERS:
             raise UnsupportedModelError(
-                f"{self._where}: tokenizer.ggml.pre = {_shown(name)} is not supported",
+                f"{self._where}: tokenizer.ggml.pre = {shown(name)} is not supported",
                 f"use a model with one of {', '.join(sorted(PRE_TOKENIZERS))}",
             )
         return PRE_TOKENIZERS[name]
@@ -204,10 +210,5 @@ class GgufTokenizer:
         return ModelFileError(f"{self._where}: {problem}", "download the file again")
 
 
-def _shown(value: object) -> str:
-    """A value in a line of error."""
-    return " ".join(repr(value).split())[:80]
-
-
-def _one_line(problem: BaseException) -> str:
+def one_line(problem: BaseException) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]

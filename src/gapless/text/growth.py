@@ -13,13 +13,13 @@ MAX_WIDTH = 10_000  # of a column, a precision, an indentation
 
 
 def columns(value: object) -> int:
-    """A number that asks for so many characters."""
+    """A number that asks for so many characters; a negative one, for as many digits before the point."""
     if isinstance(value, str):
         return len(value)
     if not isinstance(value, int):
         return 0
-    if value > MAX_WIDTH:
-        raise OverBudget(f"it asks for a width of {value}")
+    if abs(value) > MAX_WIDTH:
+        raise OverBudget(f"it asks for a width of more than {MAX_WIDTH}")
     return max(value, 0)
 
 
@@ -69,7 +69,8 @@ def brace_formatted(text: str, budget: Budget, values: object) -> int:
 
 
 def _digits(text: str) -> int:
-    return sum(columns(int(number)) for number in re.findall(r"[0-9]{1,9}", text))
+    """Columns of all numbers; Python takes digits of any script for a width."""
+    return sum(columns(int(number)) for number in re.findall(r"\d{1,9}", text))
 
 
 def _written(budget: Budget, values: object) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from gapless.text.tokenizer import Tokenizer
+from gapless.text.tokenizer import Tokenizer, check_unicode
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_TOKENS = 8  # a character has at most four bytes; what is longer is not going to become one
@@ -97,9 +97,13 @@ class StopStrings:
     What it finds does not depend on how the text is cut: it is the stop string that is complete first, and of those
     that end together the longest. Each string is sought by a Knuth-Morris-Pratt automaton, whose state is how much
     of it the text ends with.
+
+    Raises RequestError for a stop string that no text can hold.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        for stop in stops:
+            check_unicode(stop, f"the stop string {stop!r:.80}")
         self._automata = [_Automaton(stop) for stop in sorted(stops, key=len, reverse=True)]
         self._held = ""
         self.found: str | None = None

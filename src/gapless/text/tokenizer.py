@@ -10,12 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from gapless.errors import ModelFileError
-from gapless.text.gguf_tokenizer import GgufTokenizer
+from gapless.errors import ModelFileError, RequestError
+from gapless.models.files import is_present, read_regular
+from gapless.text.gguf_tokenizer import GgufTokenizer, one_line
 from gapless.text.spelling import Spelling, spelling_of
 
 if TYPE_CHECKING:
     from gapless.models.load import LoadedModel
+
+
+def check_unicode(text: str, what: str = "the text") -> None:
+    """Raises RequestError for a text that has no UTF-8; characters are counted from 0."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise RequestError(
+            f"{what} has a lone surrogate at character {problem.start}, which is no valid Unicode",
+            "leave it out, or decode the text with errors='replace'",
+        ) from None
 
 
 class Tokenizer:
@@ -44,24 +56,28 @@ class Tokenizer:
     def from_model(cls, model: LoadedModel) -> Tokenizer:
         """The model's tokenizer. Raises ModelFileError or UnsupportedModelError."""
         if model.gguf is not None:
-            return cls.from_gguf(model.gguf, model.path.name, model.eos_ids)
-        path = model.path / "tokenizer.json"
-        if not path.exists():
-            raise ModelFileError(
-                f"{model.path}: has no tokenizer.json",
-                "fetch it from the model's page, or convert its tokenizer with transformers",
-            )
-        return cls.from_file(path, model.bos_id, model.eos_ids)
+            found, where = cls.from_gguf(model.gguf, model.path.name, model.eos_ids), model.path.name
+        else:
+            path = model.path / "tokenizer.json"
+            if not is_present(path):
+                raise ModelFileError(
+                    f"{model.path}: has no tokenizer.json",
+                    "fetch it from the model's page, or convert its tokenizer with transformers",
+                )
+            found, where = cls.from_file(path, model.bos_id, model.eos_ids), str(path)
+        found._check_fits(model.spec.vocab_size, where)
+        return found
 
     @classmethod
     def from_file(cls, path: Path, bos_id: int | None = None, eos_ids: Sequence[int] = ()) -> Tokenizer:
         """A ``tokenizer.json``; whether BOS comes before a text is the file's own matter. Raises ModelFileError."""
+        data = read_regular(path)
         try:
-            hf = HfTokenizer.from_file(str(path))
+            hf = HfTokenizer.from_buffer(data)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as problem:  # a panic of the library is no Exception
-            raise ModelFileError(f"{path}: is no usable tokenizer ({problem})", "download it again") from None
+            raise ModelFileError(f"{path}: is no usable tokenizer ({one_line(problem)})", "download it again") from None
         return cls(hf, bos_id=bos_id, eos_ids=eos_ids)
 
     @classmethod
@@ -83,9 +99,20 @@ class Tokenizer:
             add_special: put before it what the model wants there, which is BOS or nothing.
             parse_special: a special token written in the text becomes that token, as chat templates need it; without,
                 it is text like any other, as text from strangers may be meant.
+
+        Raises:
+            RequestError: the text is no valid Unicode, or holds what the tokenizer has no token for.
         """
+        check_unicode(text)
         hf = self.hf if parse_special else self._blind
-        ids: list[int] = hf.encode(text, add_special_tokens=add_special).ids
+        try:
+            ids: list[int] = hf.encode(text, add_special_tokens=add_special).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as problem:  # a panic of the library is no Exception
+            raise RequestError(
+                f"the model's tokenizer cannot encode the text ({one_line(problem)})", "change the text, or the model"
+            ) from None
         if add_special and self._adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -120,6 +147,19 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Tokens that are no text: of control, not of content."""
         return frozenset(i for i, token in self.hf.get_added_tokens_decoder().items() if token.special)
+
+    def _check_fits(self, vocab_size: int, where: str) -> None:
+        """What is put around every text must be tokens of the model. Raises ModelFileError."""
+        remedy = "use the tokenizer that came with the model"
+        try:
+            added = max(self.encode(""), default=0)
+        except RequestError as problem:
+            raise ModelFileError(f"{where}: {problem.problem}", remedy) from None
+        if added >= vocab_size:
+            raise ModelFileError(
+                f"{where}: the tokenizer adds the token {added} to every text, the model has vocab_size = {vocab_size}",
+                remedy,
+            )
 
     @cached_property
     def _blind(self) -> HfTokenizer:
