@@ -9,7 +9,7 @@ from typing import Any
 
 from gapless.errors import GaplessError, RequestError
 
-MAX_SHOWN = 60  # characters of a value in a message
+MAX_SHOWN = 80  # characters of a value in a message
 
 
 def whole(name: str, value: Any, low: int, high: int, error: type[GaplessError] = RequestError) -> int:
@@ -45,9 +45,9 @@ def flag(name: str, value: Any, error: type[GaplessError] = RequestError) -> boo
 
 
 def shown(value: Any) -> str:
-    """A value for a message: its ``repr``, if it has one, cut to a line."""
+    """A value in a line of error, cut where it would fill it."""
     try:
-        text = repr(value)
-    except Exception:  # such as an integer of too many digits
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+        text = " ".join(repr(value).split())
+    except Exception:  # a number of thousands of digits, values within values, an object of its own mind
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gapless.checks import shown
 from gapless.errors import ModelFileError
 
 MAX_SIZE = 1 << 24
 LEAST, MOST = 1e-20, 1e12  # of a number that single precision computes with
 
 _MISSING = object()
-
-
-def shown(value: object) -> str:
-    """A value in a line of error."""
-    try:
-        text = " ".join(repr(value).split())
-    except (ValueError, RecursionError):  # a number of thousands of digits, values within values
-        text = f"a {type(value).__name__} too large to show"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class Fields:
