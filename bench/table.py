@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from gapless.bench import benchmark
+from gapless.bench import benchmark, held_bytes
 from gapless.doctor import measure_ceilings
 from gapless.llm import LLM
 from gapless.machine import allowed_cores
@@ -16,6 +16,7 @@ ROWS = (
     ("decode, 1 request at 512 tokens", 1, 512, 128),
     ("decode, 8 requests", 8, 32, 128),
     ("decode, 32 requests", 32, 32, 128),
+    ("prefill of 512 tokens", 1, 512, 1),
 )
 
 
@@ -28,23 +29,23 @@ def main() -> None:
     print("| row | tokens/s | of the floor | host | bound by |")
     print("|---|---|---|---|---|")
     with LLM(args.model, progress=lambda line: print(line, file=sys.stderr)) as llm:
-        ceilings = measure_ceilings(threads, llm.model.weights_bytes)
+        ceilings = measure_ceilings(threads, held_bytes(llm))
         for name, batch, prompt, output in ROWS:
             result = benchmark(
                 llm, batch=batch, prompt_tokens=prompt, output_tokens=output, runs=args.runs, kv_dtype="f16",
                 ceilings=ceilings,
             )  # fmt: skip
-            print(line(name, result["decode_tokens_per_s"], batch / result["floor_tpot_s"], result), flush=True)
-            if prompt == 512:
-                print(prefill_line(result))
+            print(line(name, result), flush=True)
 
 
-def line(name: str, rate: float, most: float, result: dict[str, Any]) -> str:
-    return f"| {name} | {rate:,.0f} | {rate / most:.0%} | {result['host_share']:.1%} | {result['bound']} |"
-
-
-def prefill_line(result: dict[str, Any]) -> str:
-    return f"| prefill of 512 tokens | {result['prefill_tokens_per_s']:,.0f} | - | - | arithmetic |"
+def line(name: str, result: dict[str, Any]) -> str:
+    """A row of the table: of its decode steps, or of its prompts where no token follows the first."""
+    if result["decode_tokens_per_s"] is None:
+        rate, share, bound = (result[key] for key in ("prefill_tokens_per_s", "prefill_floor_share", "prefill_bound"))
+    else:
+        rate, bound = result["decode_tokens_per_s"], result["bound"]
+        share = rate * result["floor_tpot_s"] / result["batch"]
+    return f"| {name} | {rate:,.0f} | {share:.0%} | {result['host_share']:.1%} | {bound} |"
 
 
 if __name__ == "__main__":

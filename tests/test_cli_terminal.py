@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gapless.cli import main
 from gapless.cli.generate import InOrder
 from gapless.cli.output import printable
 from gapless.cli.panes import Columns, Lines, open_panes, text_width, wrap
@@ -296,3 +297,46 @@ def test_the_demo_in_a_pipe(tiny_default: str) -> None:
     assert found["floor_tpot_s"] > 0
     assert found["floor_share"] == pytest.approx(found["floor_tpot_s"] / found["tpot_s"])
     assert found["tokens_per_s"] > 0
+
+
+# --- what the options make of the demo
+
+
+@pytest.mark.xdist_group("real-model")
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ((), ("all at once", "a step of three tokens")),
+        (("--max-running", "2"), ("two at once", "a step of two tokens")),
+        (("--max-running", "1"), ("one after the other", "a step of one token ")),
+        (("--float-weights",), ("all at once", "float32 weights")),
+        (("--executor", "reference"), ("NumPy reference",)),
+    ],
+)
+@pytest.mark.parametrize("columns", ["1", "20", "120"])
+def test_the_demo_says_what_was_run(
+    tiny_default: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    texts: tuple[str, ...],
+    columns: str,
+) -> None:
+    monkeypatch.setenv("GAPLESS_CACHE", tiny_default)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["demo", "--kv-memory", "32MB", "--threads", "2", *options]) == 0
+    shown = capsys.readouterr().out
+    for text in (*texts, "…\n"):  # a random model goes on until it is cut
+        assert text in shown
+
+
+def test_an_answer_that_was_cut_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    for make in (lambda: Lines(["?", "?"], 40), lambda: Columns(["?", "?"], 20, 10)):
+        panes = make()
+        panes.take(0, piece("cut"))
+        panes.take(0, StreamPiece(0, "", (), "length"))
+        panes.take(1, piece("whole", last=True))
+        panes.close()
+        shown = capsys.readouterr().out
+        assert "cut…" in shown
+        assert "whole…" not in shown

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gapless.errors import GaplessError
-from gapless.units import format_bytes, format_si, parse_bytes
+from gapless.units import format_bytes, format_count, format_si, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,12 @@ def test_sizes_are_read(text: str, n_bytes: int) -> None:
 @pytest.mark.parametrize("text", ["", "much", "-1", "1.2.3", "2GB/s", "1iB", "e9", "9e999", "2 G B", "inf", "nan"])
 def test_what_is_no_size_is_named(text: str) -> None:
     with pytest.raises(GaplessError, match=r"kv-memory = .* is not a size"):
+        parse_bytes(text, "kv-memory")
+
+
+@pytest.mark.parametrize("text", ["1e30", "9e18TB", "99999999999999999999"])
+def test_what_no_memory_has_is_named(text: str) -> None:
+    with pytest.raises(GaplessError, match=r"kv-memory = .* is more than any memory has"):
         parse_bytes(text, "kv-memory")
 
 
@@ -49,3 +55,12 @@ def test_numbers_have_three_digits(value: float, text: str) -> None:
 
 def test_bytes_have_decimal_prefixes() -> None:
     assert format_bytes(98_362_432) == "98.4 MB"
+
+
+def test_counts_have_a_plural() -> None:
+    assert [format_count(n, "thread") for n in (0, 1, 2, 4000)] == [
+        "0 threads",
+        "1 thread",
+        "2 threads",
+        "4,000 threads",
+    ]

@@ -16,6 +16,7 @@ Made by `tools/cli_reference.py` from the program's own help.
 
 Every command takes `--json`: then standard output carries one JSON value and nothing else (of `chat`, one object a
 line); an error is `{"error": {"kind", "problem", "remedy", "exit_code"}}`. Notes and progress go to standard error.
+Text is UTF-8; where standard output has another encoding, JSON escapes what that lacks, and text shows `?` for it.
 
 | exit code | means |
 |---|---|
@@ -23,7 +24,8 @@ line); an error is `{"error": {"kind", "problem", "remedy", "exit_code"}}`. Note
 | 1 | a defect in gapless; `GAPLESS_TRACEBACK=1` shows where |
 | 2 | a wrong input or a missing resource; the message names the remedy |
 | 3 | a device failed |
-| 130 | interrupted |
+| 130 | interrupted (Ctrl-C); an error object of the kind `Interrupted` |
+| 141 | the reader of standard output has gone |
 
 | variable | means |
 |---|---|

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -145,6 +146,17 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def can_write(folder: Path) -> bool:
+    """Whether files can be put into a folder, which may have to be made first."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        # Rights alone do not tell: a file system may be read-only, or take no files at all.
+        with tempfile.TemporaryDirectory(prefix=".gapless-", dir=there):
+            return True
+    except OSError:
+        return False
 
 
 def _processor_name() -> str:

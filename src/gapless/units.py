@@ -8,6 +8,7 @@ from gapless.errors import GaplessError
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_TOO_MANY = 1 << 63  # bytes: no address reaches them
 
 
 def parse_bytes(text: str, field: str) -> int:
@@ -17,9 +18,17 @@ def parse_bytes(text: str, field: str) -> int:
         if match is None:
             raise ValueError
         number, prefix, binary, _ = match.groups()
-        return int(float(number) * (_BINARY if binary else _DECIMAL)[prefix])
+        n_bytes = int(float(number) * (_BINARY if binary else _DECIMAL)[prefix])
     except (ValueError, KeyError, OverflowError):
         raise GaplessError(f"{field} = {text!r} is not a size", "write it like 512MiB or 2GB") from None
+    if n_bytes >= _TOO_MANY:
+        raise GaplessError(f"{field} = {text!r} is more than any memory has", "write it like 512MiB or 2GB")
+    return n_bytes
+
+
+def format_count(n: int, unit: str) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{n:,} {unit}" + ("" if n == 1 else "s")
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -10,6 +10,7 @@ import click
 
 from gapless import __version__
 from gapless.cli.output import ErrorReport, drop_output, report_error
+from gapless.cli.streams import prepare_streams
 
 EPILOG = "MODEL is a name from 'gapless models', hf:ORG/REPO[@REVISION], or the path of a GGUF file or model folder."
 
@@ -48,7 +49,7 @@ def app(ctx: click.Context) -> None:
     standard output.
 
     Exit codes: 0 done, 1 a defect in gapless, 2 a wrong input or a missing resource, 3 a failed device,
-    130 interrupted.
+    130 interrupted, 141 the reader of standard output has gone.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -57,15 +58,16 @@ def app(ctx: click.Context) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Never raises for what a user can cause."""
     args = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in args
+    prepare_streams()
     try:
         # Not by ``app.main``, which has exit codes of its own.
         with app.make_context("gapless", args) as context:
             app.invoke(context)
         sys.stdout.flush()
         return 0
-    except (KeyboardInterrupt, click.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, click.Abort) as stop:
+        return report_error(ErrorReport.of(stop), as_json=as_json)
     except BrokenPipeError:  # the reader has gone
         drop_output()
         return 141
@@ -74,4 +76,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as problem:
         if os.environ.get("GAPLESS_TRACEBACK") == "1":
             raise
-        return report_error(ErrorReport.of(problem), as_json="--json" in args)
+        return report_error(ErrorReport.of(problem), as_json=as_json)

@@ -6,19 +6,21 @@ from typing import Any
 
 import click
 
-from gapless.cli.options import EngineOptions, engine_options, json_option, model_argument
-from gapless.cli.output import note, write_json
-from gapless.units import format_bytes, format_si
+from gapless.cli.options import MAX_CONTEXT, MAX_RUNNING, EngineOptions, engine_options, json_option, model_argument
+from gapless.cli.output import note, write, write_json
+from gapless.units import format_bytes, format_count, format_si
 
-_POSITIVE = click.IntRange(min=1)
+_BATCH = click.IntRange(1, MAX_RUNNING)
+_TOKENS = click.IntRange(1, MAX_CONTEXT)
+_RUNS = click.IntRange(1, 1000)
 
 
 @click.command("bench")
 @model_argument
-@click.option("--batch", type=_POSITIVE, default=1, show_default=True, help="Requests that run together.")
-@click.option("--prompt-tokens", type=_POSITIVE, default=128, show_default=True, help="Tokens of each prompt.")
-@click.option("--output-tokens", type=_POSITIVE, default=128, show_default=True, help="Tokens of each answer.")
-@click.option("--runs", type=_POSITIVE, default=3, show_default=True, help="Runs whose medians are printed.")
+@click.option("--batch", type=_BATCH, default=1, show_default=True, help="Requests that run together.")
+@click.option("--prompt-tokens", type=_TOKENS, default=128, show_default=True, help="Tokens of each prompt.")
+@click.option("--output-tokens", type=_TOKENS, default=128, show_default=True, help="Tokens of each answer.")
+@click.option("--runs", type=_RUNS, default=3, show_default=True, help="Runs whose medians are printed.")
 @engine_options
 @json_option
 def command(
@@ -30,17 +32,15 @@ def command(
     """
     from dataclasses import replace
 
-    from gapless.bench import benchmark
+    from gapless.bench import benchmark, held_bytes
     from gapless.doctor import measure_ceilings
-    from gapless.machine import allowed_cores
 
     engine = replace(engine, max_running=max(engine.max_running or 64, batch))
     with engine.open(model) as llm:
-        threads = engine.threads or allowed_cores()
-        ceilings = measure_ceilings(threads, llm.model.weights_bytes, engine.isa, note)
+        ceilings = measure_ceilings(engine.compute_threads, held_bytes(llm), engine.isa, note)
         result = benchmark(
             llm, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, runs=runs,
-            kv_dtype=engine.kv_dtype or "f16", ceilings=ceilings,
+            kv_dtype=engine.kv_dtype or "f16", ceilings=ceilings, float_weights=engine.float_weights,
         )  # fmt: skip
     if as_json:
         write_json(result)
@@ -49,23 +49,27 @@ def command(
 
 
 def _print(r: dict[str, Any]) -> None:
+    load = f"batch {r['batch']}, {r['prompt_tokens']} + {r['output_tokens']} tokens"
+    held = f"{format_bytes(r['weights_bytes'])} packed" if r["isa"] else "as in the file"
     lines = (
-        ("model", f"{r['model']}, {format_bytes(r['weights_bytes'])} packed, {r['threads']} threads, {r['isa']}"),
-        ("load", f"batch {r['batch']}, {r['prompt_tokens']} + {r['output_tokens']} tokens, median of {r['runs']} runs"),
+        ("model", f"{r['model']}, {held}, {format_count(r['threads'], 'thread')}, {r['isa'] or 'reference'}"),
+        ("load", f"{load}, median of {format_count(r['runs'], 'run')}"),
         ("prefill", f"{_rate(r, 'prefill')}; first token after {format_si(r['ttft_s'], 's')}"),
         ("", _floor(r["floor_prefill_s"], "for the prompts", r["prefill_bound"], r["prefill_floor_share"])),
-        ("decode", f"{_rate(r, 'decode')}; {format_si(r['tpot_s'], 's')} a token"),
+        ("decode", f"{_rate(r, 'decode')}; {'-' if r['tpot_s'] is None else format_si(r['tpot_s'], 's')} a token"),
         ("", _floor(r["floor_tpot_s"], "a step", r["bound"], r["floor_share"])),
         ("host", f"{100 * r['host_share']:.1f}% of the time outside the executor"),
         ("memory", f"{format_bytes(r['kv_bytes'])} cache, {format_bytes(r['peak_rss_bytes'])} peak"),
     )
     for name, text in lines:
-        click.echo(f"{name:8} {text}")
+        write(f"{name:8} {text}")
 
 
 def _rate(r: dict[str, Any], phase: str) -> str:
-    slowest, fastest = r["spread"][f"{phase}_tokens_per_s"]
-    return f"{r[f'{phase}_tokens_per_s']:,.0f} tokens/s ({slowest:,.0f} to {fastest:,.0f})"
+    rate, spread = r[f"{phase}_tokens_per_s"], r["spread"][f"{phase}_tokens_per_s"]
+    if rate is None:
+        return "- tokens/s"
+    return f"{rate:,.0f} tokens/s ({spread[0]:,.0f} to {spread[1]:,.0f})"
 
 
 def _floor(floor_s: float, of: str, bound: str, share: float | None) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from gapless.cli.options import EngineOptions, engine_options, json_option, model_argument, sampling_options
-from gapless.cli.output import note, printable, write_json
+from gapless.cli.output import ErrorReport, cut_mark, note, printable, report_error, write, write_json
+from gapless.cli.streams import valid_text
 from gapless.errors import RequestError
 from gapless.outputs import StreamPiece
 from gapless.sampling import SamplingParams
@@ -16,21 +18,27 @@ from gapless.sampling import SamplingParams
 if TYPE_CHECKING:
     from gapless.llm import LLM
 
+Messages = list[dict[str, str]]
+
 _HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
 
 @click.command("chat")
 @model_argument
 @click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
-@sampling_options(max_tokens=512, temperature=0.7, top_p=0.95)
+@sampling_options(samples=False, max_tokens=512, temperature=0.7, top_p=0.95)
 @engine_options
 @json_option
 def command(model: str, system: str | None, sampling: SamplingParams, engine: EngineOptions, as_json: bool) -> None:
-    """Talk with a model. Lines of standard input are questions; with --json every answer is an object on a line."""
+    """Talk with a model. Lines of standard input are questions.
+
+    With --json there is an object on a line for each of them: the answer, or {"error": ...}; the conversation goes on
+    without a question that failed.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and earlier ones found again)
+    first = [{"role": "system", "content": valid_text(system, "--system")}] if system else []
     with engine.open(model) as llm:
-        first = [{"role": "system", "content": system}] if system else []
         llm.template  # noqa: B018  (a model without one is an error now, not after the first question)
         if not as_json:
             note(f"{llm.model.name}: {_HELP}")
@@ -43,44 +51,70 @@ def command(model: str, system: str | None, sampling: SamplingParams, engine: En
             elif line.startswith("/"):
                 note(_HELP)
             elif line:
-                messages = _turn(llm, [*messages, {"role": "user", "content": line}], sampling, as_json)
+                messages = _turn(llm, messages, line, sampling, as_json)
 
 
 def _read(as_json: bool) -> str | None:
-    """A line without its end; None at the end of the input."""
+    """A line without its end; None at the end of the input. Only someone at a terminal is prompted and reminded."""
+    asks = sys.stdin.isatty()
     while True:
         try:
-            return input("" if as_json else "> ").strip()
+            return input("> " if asks and not as_json else "").strip()
         except EOFError:
-            if not as_json:
-                click.echo()
+            if asks and not as_json:
+                write()
             return None
         except KeyboardInterrupt:
-            click.echo()
+            if not asks:
+                raise
+            if not as_json:
+                write()
             note(_HELP)
 
 
-def _turn(llm: LLM, messages: list[dict[str, str]], sampling: SamplingParams, as_json: bool) -> list[dict[str, str]]:
-    """Ask, show the answer, and return the conversation with it."""
+def _turn(llm: LLM, messages: Messages, line: str, sampling: SamplingParams, as_json: bool) -> Messages:
+    """Ask, show the answer, and return the conversation with it; as it was if it cannot be asked."""
+    try:
+        asked = [*messages, {"role": "user", "content": valid_text(line, "the question")}]
+        prompt = _prompt(llm, asked)
+        answer, reason = _answer(llm, prompt, sampling, live=not as_json)
+    except RequestError as problem:
+        report_error(ErrorReport.of(problem), as_json=as_json)
+        return messages
+    if as_json:
+        write_json({"text": answer, "finish_reason": reason})
+    else:
+        write(cut_mark() if reason == "length" else "")
+    return [*asked, {"role": "assistant", "content": answer}]
+
+
+def _prompt(llm: LLM, messages: Messages) -> list[int]:
+    """The conversation as token ids. Raises RequestError; one that has become too long says how to go on."""
+    prompt = llm.chat_prompt(messages)
+    try:
+        llm.scheduler.validate(len(prompt))
+    except RequestError as problem:
+        if not any(message["role"] == "assistant" for message in messages):
+            raise
+        raise RequestError(
+            f"the conversation has outgrown the context: {problem.problem}", "/reset begins anew"
+        ) from None
+    return prompt
+
+
+def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams, *, live: bool) -> tuple[str, str | None]:
+    """The answer and why it ended: "abort" where someone at a terminal has pressed Ctrl-C."""
     pieces: list[str] = []
 
     def show(_: int, piece: StreamPiece) -> None:
         pieces.append(piece.text)
-        if not as_json:
-            click.echo(printable(piece.text), nl=False)
+        if live:
+            write(printable(piece.text), end="")
 
     reason: str | None = "abort"
     try:
-        reason = llm.chat(messages, sampling, on_text=show).finish_reason
+        reason = llm.generate([prompt], sampling, on_text=show)[0].finish_reason
     except KeyboardInterrupt:
-        pass
-    except RequestError as problem:
-        note(f"error: {problem}")
-        return messages[:-1]
-    answer = "".join(pieces)
-    if as_json:
-        found: dict[str, Any] = {"text": answer, "finish_reason": reason}
-        write_json(found)
-    else:
-        click.echo()
-    return [*messages, {"role": "assistant", "content": answer}]
+        if not sys.stdin.isatty():
+            raise
+    return "".join(pieces), reason

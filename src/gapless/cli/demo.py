@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gapless.cli.options import DEFAULT_MODEL, EngineOptions, engine_options, json_option
-from gapless.cli.output import note, write_json
-from gapless.units import format_bytes, format_si
+from gapless.cli.output import note, write, write_json
+from gapless.units import format_bytes, format_count, format_si
 
 if TYPE_CHECKING:
     from gapless.llm import LLM
@@ -27,6 +28,9 @@ MAX_TOKENS = 160
 SAMPLING: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1.05, "max_tokens": MAX_TOKENS}
 BUSY_ELSEWHERE = 0.1  # share of the cores' time from which other programs are worth a line
 
+_AT_ONCE = {1: "one after the other", 2: "two at once", 3: "all at once"}
+_TOKENS = {1: "one token", 2: "two tokens", 3: "three tokens"}
+
 NEXT = (
     ("chat", "talk with the model"),
     ("bench --batch 32", "measure it with 32 requests at once"),
@@ -39,13 +43,22 @@ NEXT = (
 @engine_options
 @json_option
 def command(engine: EngineOptions, as_json: bool) -> None:
-    """Fetch the default model, answer three questions at once, and say what limits the speed."""
+    """Fetch the default model, answer three questions at once, and say what limits the speed.
+
+    An answer that ends in an ellipsis was cut after 160 tokens.
+    """
     started = time.perf_counter()
     with engine.open(DEFAULT_MODEL) as llm:
         load_s = time.perf_counter() - started
         outputs, run = _answer(llm, show=not as_json)
-        result = {"model": llm.model.name, "load_s": load_s, **run, **_floor(llm, engine, run["tpot_s"])}
-    result["answers"] = [{"question": q, "text": o.text} for q, o in zip(QUESTIONS, outputs, strict=True)]
+        at_once = min(len(QUESTIONS), engine.max_running or len(QUESTIONS))
+        result = {"model": llm.model.name, "load_s": load_s, "at_once": at_once, **run}
+        result |= {"executor": engine.executor, "float_weights": engine.float_weights}
+        result |= _floor(llm, engine, at_once, run["tpot_s"])
+    result["answers"] = [
+        {"question": question, "text": output.text, "finish_reason": output.finish_reason}
+        for question, output in zip(QUESTIONS, outputs, strict=True)
+    ]
     if as_json:
         write_json(result)
     else:
@@ -69,31 +82,33 @@ def _answer(llm: LLM, *, show: bool) -> tuple[list[RequestOutput], dict[str, Any
         "tokens": tokens,
         "tokens_per_s": tokens / wall_s,
         "ttft_s": max(output.ttft_s or 0.0 for output in outputs),
-        "tpot_s": statistics.fmean(_tpot_s(output) for output in outputs),
+        "tpot_s": _tpot_s(outputs),
         "host_share": llm.stats.host_share,
         "cores_used": cpu_s / wall_s,
     }
 
 
-def _tpot_s(output: RequestOutput) -> float:
-    answer = output.outputs[0]
-    assert answer.first_token_s is not None
-    assert answer.last_token_s is not None
-    return (answer.last_token_s - answer.first_token_s) / max(len(answer.token_ids) - 1, 1)
+def _tpot_s(outputs: Sequence[RequestOutput]) -> float | None:
+    """Mean time per token after the first; None where there are no such tokens."""
+    answers = [output.outputs[0] for output in outputs if len(output.token_ids) > 1]
+    gaps = [
+        (answer.last_token_s - answer.first_token_s) / (len(answer.token_ids) - 1)
+        for answer in answers
+        if answer.first_token_s is not None and answer.last_token_s is not None
+    ]
+    return statistics.fmean(gaps) if gaps else None
 
 
-def _floor(llm: LLM, engine: EngineOptions, tpot_s: float) -> dict[str, Any]:
-    """The least time that this machine needs for a step of all questions, in the middle of the answers."""
-    from gapless.arch.sizes import weight_infos
-    from gapless.bench import kv_element_bytes
+def _floor(llm: LLM, engine: EngineOptions, batch: int, tpot_s: float | None) -> dict[str, Any]:
+    """The least time that this machine needs for a step of ``batch`` questions, in the middle of the answers."""
+    from gapless.bench import held_bytes, held_weights, kv_element_bytes
     from gapless.doctor import decode_work, measure_ceilings
-    from gapless.machine import allowed_cores
 
-    threads = engine.threads or allowed_cores()
-    ceilings = measure_ceilings(threads, llm.model.weights_bytes, engine.isa, note)
+    threads = engine.compute_threads
+    ceilings = measure_ceilings(threads, held_bytes(llm), engine.isa, note)
     work = decode_work(
-        llm.spec, weight_infos(llm.model.weights), batch=len(QUESTIONS), context_tokens=MAX_TOKENS // 2,
-        kv_element_bytes=kv_element_bytes(llm.spec, engine.kv_dtype or "f16"),
+        llm.spec, held_weights(llm, float_weights=engine.float_weights), batch=batch,
+        context_tokens=MAX_TOKENS // 2, kv_element_bytes=kv_element_bytes(llm.spec, engine.kv_dtype or "f16"),
     )  # fmt: skip
     floor_s = ceilings.floor_s(work)
     return {
@@ -109,17 +124,22 @@ def _floor(llm: LLM, engine: EngineOptions, tpot_s: float) -> dict[str, Any]:
 
 
 def _explain(r: dict[str, Any]) -> None:
-    click.echo(
-        f"\nSpeed: {r['tokens']} tokens for three requests at once, {r['tokens_per_s']:,.0f} tokens/s. First token "
-        f"after {format_si(r['ttft_s'], 's')}, then {format_si(r['tpot_s'], 's')} a token for each request."
+    gap = "" if r["tpot_s"] is None else f", then {format_si(r['tpot_s'], 's')} a token for each request"
+    write(
+        f"\nSpeed: {format_count(r['tokens'], 'token')} for three requests, {_AT_ONCE[r['at_once']]}, "
+        f"{r['tokens_per_s']:,.0f} tokens/s. First token after {format_si(r['ttft_s'], 's')}{gap}."
     )
+    if r["executor"] == "reference":
+        write("Computed by the NumPy reference, which is slow by design; the limit is that of the compiled kernels.")
+    elif r["float_weights"]:
+        write("Computed with float32 weights, as asked for.")
     for line in _limits(r):
-        click.echo(line)
+        write(line)
     prefix = ".venv/bin/" if Path(".venv/bin/gapless").exists() else ""
-    click.echo("\nTry next:")
+    write("\nTry next:")
     width = max(len(args) for args, _ in NEXT)
     for args, why in NEXT:
-        click.echo(f"  {prefix}gapless {args:{width}}  {why}")
+        write(f"  {prefix}gapless {args:{width}}  {why}")
 
 
 def _limits(r: dict[str, Any]) -> list[str]:
@@ -130,12 +150,13 @@ def _limits(r: dict[str, Any]) -> list[str]:
     else:
         work = f"computes {format_si(r['step_flops'], 'op')}"
         ceiling = f"{format_si(r['int8_ops_per_s'], 'op/s')} of int8 arithmetic"
+    took = "" if r["tpot_s"] is None else f" It took {r['tpot_s'] / r['floor_tpot_s']:.1f} times that;"
     lines = [
-        f"Limit: a step of three tokens {work}; the {ceiling} measured here allow it in "
-        f"{format_si(r['floor_tpot_s'], 's')}. It took {r['tpot_s'] / r['floor_tpot_s']:.1f} times that; "
-        f"{100 * r['host_share']:.1f}% of the time was spent outside the kernels."
+        f"Limit: a step of {_TOKENS[r['at_once']]} {work}; the {ceiling} measured here allow it in "
+        f"{format_si(r['floor_tpot_s'], 's')}.{took} {100 * r['host_share']:.1f}% of the time was spent outside "
+        "the kernels."
     ]
     missing = 1 - r["cores_used"] / r["threads"]
-    if missing > BUSY_ELSEWHERE:
+    if missing > BUSY_ELSEWHERE and r["executor"] == "cpu":
         lines.append(f"Something else held the cores for {100 * missing:.0f}% of the time: a quiet machine is faster.")
     return lines

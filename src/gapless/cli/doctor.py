@@ -8,22 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gapless.cli.options import DEFAULT_MODEL, json_option
-from gapless.cli.output import note, write_json
-from gapless.units import format_bytes, format_si
+from gapless.cli.options import DEFAULT_MODEL, MAX_CONTEXT, Threads, json_option
+from gapless.cli.output import note, write, write_json
+from gapless.units import format_bytes, format_count, format_si
 
 if TYPE_CHECKING:
     from gapless.doctor import FloorReport, MachineReport
     from gapless.models.load import LoadedModel
 
 NO_MODEL_BYTES = 1 << 28  # read for the bandwidth where there is no model whose size could be taken
+_BEFORE = click.IntRange(0, MAX_CONTEXT)
 
 
 @click.command("doctor")
 @click.argument("model", required=False)
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Compute threads  [default: allowed cores]")
+@click.option("--threads", type=Threads(), metavar="N", help="Compute threads  [default: allowed cores]")
 @click.option("--isa", metavar="NAME", help="Instruction set  [default: the best of this machine]")
-@click.option("--context", type=click.IntRange(min=0), default=0, metavar="TOKENS", help="Tokens before this one.")
+@click.option("--context", type=_BEFORE, default=0, metavar="TOKENS", help="Tokens before this one.")
 @json_option
 def command(model: str | None, threads: int | None, isa: str | None, context: int, as_json: bool) -> None:
     """What this machine offers, measured, and the least time that a model's token takes on it.
@@ -45,7 +46,7 @@ def command(model: str | None, threads: int | None, isa: str | None, context: in
         write_json(_object(machine, floor))
     else:
         for name, text in _rows(machine, floor):
-            click.echo(f"{name:10} {text}")
+            write(f"{name:10} {text}")
 
 
 def _load(model: str | None) -> LoadedModel | None:
@@ -69,8 +70,9 @@ def _caches(machine: MachineReport) -> dict[str, Path]:
 
 
 def _object(machine: MachineReport, floor: FloorReport | None) -> dict[str, Any]:
-    from gapless.doctor import versions
+    from gapless.doctor import can_write, versions
 
+    caches = _caches(machine)
     facts = asdict(machine)
     ceilings = facts.pop("ceilings")
     return {
@@ -78,7 +80,8 @@ def _object(machine: MachineReport, floor: FloorReport | None) -> dict[str, Any]
         **facts,
         "memory_bandwidth_bytes_per_s": ceilings["bandwidth_bytes_per_s"],
         "int8_ops_per_s": ceilings["int8_ops_per_s"],
-        "caches": {name: str(path) for name, path in _caches(machine).items()},
+        "caches": {name: str(path) for name, path in caches.items()},
+        "caches_writable": {name: can_write(path) for name, path in caches.items()},
         "floor": floor,
     }
 
@@ -86,7 +89,7 @@ def _object(machine: MachineReport, floor: FloorReport | None) -> dict[str, Any]
 def _rows(machine: MachineReport, floor: FloorReport | None) -> list[tuple[str, str]]:
     from gapless.doctor import versions
 
-    c = machine.ceilings
+    c, threads = machine.ceilings, format_count(machine.threads, "thread")
     reads = f"{format_si(c.bandwidth_bytes_per_s, 'B/s')} reading {format_bytes(machine.working_set_bytes)}, measured"
     if machine.memory_bytes is not None:
         reads += f"; {format_bytes(machine.memory_bytes)} installed"
@@ -95,10 +98,10 @@ def _rows(machine: MachineReport, floor: FloorReport | None) -> list[tuple[str, 
         ("processor", f"{machine.processor} ({machine.architecture})"),
         ("features", " ".join(machine.features)),
         ("kernels", f"{machine.isa} (of {', '.join(machine.isa_choices)})"),
-        ("cores", f"{machine.cores_allowed} allowed of {machine.cores_present}; {machine.threads} threads"),
+        ("cores", f"{machine.cores_allowed} allowed of {machine.cores_present}; {threads}"),
         ("memory", reads),
         ("int8", f"{format_si(c.int8_ops_per_s, 'op/s')}, measured"),
-        *((f"{name.rstrip('s')} dir", str(path)) for name, path in _caches(machine).items()),
+        *((f"{name.rstrip('s')} dir", _folder(path)) for name, path in _caches(machine).items()),
     ]
     if floor is None:
         rows.append(("floor", f"run: gapless pull {DEFAULT_MODEL}"))
@@ -106,3 +109,11 @@ def _rows(machine: MachineReport, floor: FloorReport | None) -> list[tuple[str, 
         least = f"{format_si(floor.floor_tpot_s, 's')} a token, {floor.floor_tokens_per_s:,.0f} tokens/s"
         rows.append(("floor", f"{floor.model}: {least} (one request, bound by {floor.bound})"))
     return rows
+
+
+def _folder(path: Path) -> str:
+    from gapless.doctor import can_write
+
+    if can_write(path):
+        return f"{path} (writable)"
+    return f"{path} (NOT writable: set GAPLESS_CACHE to a folder of your own)"

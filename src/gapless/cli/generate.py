@@ -14,7 +14,7 @@ from gapless.cli.options import (
     read_prompts,
     sampling_options,
 )
-from gapless.cli.output import printable, write_json
+from gapless.cli.output import printable, write, write_json
 from gapless.outputs import Completion, RequestOutput, StreamPiece
 from gapless.sampling import SamplingParams
 
@@ -24,7 +24,7 @@ from gapless.sampling import SamplingParams
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to go on from (repeatable).")
 @click.option("--prompt-file", "files", multiple=True, metavar="PATH", help="The same from a file; - is stdin.")
 @click.option("--chat", is_flag=True, help="Put each prompt as a question, in the model's chat format.")
-@sampling_options(max_tokens=256)
+@sampling_options(samples=True, max_tokens=256)
 @engine_options
 @json_option
 def command(
@@ -39,15 +39,18 @@ def command(
     """Go on from one prompt or several, all at once.
 
     Text is written as it comes; the answers to several prompts in their order, each behind its number. With --json
-    it is an object for one answer and a list of them for several.
+    it is an object for one answer and a list of them for several: "prompt_index" and "index" count prompts and their
+    samples from 0.
     """
+    if sampling.logprobs is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json: text has no place for them", click.get_current_context())
     texts = read_prompts(prompts, files)
     writer = None if as_json else InOrder(len(texts), sampling.n)
     with engine.open(model) as llm:
         asked = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
         outputs = llm.generate(asked, sampling, on_text=None if writer is None else writer.take)
     if as_json:
-        objects = [_object(output, completion) for output in outputs for completion in output.outputs]
+        objects = [_object(number, output, c) for number, output in enumerate(outputs) for c in output.outputs]
         write_json(objects[0] if len(objects) == 1 else objects)
 
 
@@ -70,7 +73,7 @@ class InOrder:
             self._write()
             if not self._ended[self._turn]:
                 break
-            click.echo("" if len(self._held) == 1 else "\n")
+            write("" if len(self._held) == 1 else "\n")
             self._turn, self._begun = self._turn + 1, False
 
     def _write(self) -> None:
@@ -78,19 +81,20 @@ class InOrder:
         if not self._begun and len(self._held) > 1:
             prompt, sample = divmod(self._turn, self._n_samples)
             mark = f".{sample + 1}" if self._n_samples > 1 else ""
-            click.echo(f"[{prompt + 1}{mark}] ", nl=False)
+            write(f"[{prompt + 1}{mark}] ", end="")
         self._begun = True
-        click.echo(self._held[self._turn], nl=False)
+        write(self._held[self._turn], end="")
         self._held[self._turn] = ""
 
 
-def _object(output: RequestOutput, completion: Completion) -> dict[str, Any]:
+def _object(prompt_index: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
     found: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": len(completion.token_ids),
+        "prompt_index": prompt_index,
         "index": completion.index,
     }
     if completion.logprobs is not None:

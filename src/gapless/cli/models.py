@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from gapless.cli.options import json_option
-from gapless.cli.output import write_json
+from gapless.cli.output import write, write_json
 from gapless.units import format_bytes
 
 
@@ -27,4 +27,4 @@ def command(as_json: bool) -> None:
     width = max(len(m.name) for m in models)
     for m in models:
         state = "here" if m.path else "not fetched"
-        click.echo(f"{m.name:{width}}  {format_bytes(m.size_bytes):>8}  {state:11}  {m.about}")
+        write(f"{m.name:{width}}  {format_bytes(m.size_bytes):>8}  {state:11}  {m.about}")

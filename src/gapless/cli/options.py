@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from gapless.cli.output import note
-from gapless.errors import RequestError
+from gapless.cli.output import THREADS_REMEDY, is_thread_limit, note
+from gapless.cli.streams import valid_text
+from gapless.errors import RequestError, ResourceError
+from gapless.machine import allowed_cores
 from gapless.sampling import SamplingParams
 from gapless.units import parse_bytes
 
@@ -60,21 +62,55 @@ class EngineOptions:
             "float_weights": self.float_weights or None,
         }
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        with downloading(model) as bar:
-            return LLM(model, executor=self.executor, progress=note, download=bar, **chosen)
+        try:
+            with downloading(model) as bar:
+                llm = LLM(model, executor=self.executor, progress=note, download=bar, **chosen)
+        except RuntimeError as problem:
+            if not is_thread_limit(problem):
+                raise
+            raise ResourceError(f"cannot start {self.compute_threads} threads", THREADS_REMEDY) from None
+        if self.context is not None and self.context > llm.spec.context_tokens:
+            note(f"--context {self.context} is more than the model has: {llm.spec.context_tokens} tokens are used")
+        return llm
+
+    @property
+    def compute_threads(self) -> int:
+        return self.threads or allowed_cores()
 
 
-_POSITIVE = click.IntRange(min=1)
+MAX_THREADS = 1024
+MAX_RUNNING = 1 << 16
+MAX_STEP_TOKENS = 1 << 20
+MAX_CONTEXT = 1 << 30
+MAX_DEPTH = 16
+
+
+class Threads(click.IntRange):
+    """A number of threads that the allowed cores can sensibly carry: threads wait for each other at every operation."""
+
+    def __init__(self) -> None:
+        super().__init__(min=1, max=MAX_THREADS)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        threads: int = super().convert(value, param, ctx)
+        cores = allowed_cores()
+        most = max(16, 4 * cores)
+        if threads > most:
+            self.fail(f"{threads} threads are too many for the {cores} cores allowed: give at most {most}", param, ctx)
+        return threads
+
 
 _ENGINE = (
-    click.option("--threads", type=_POSITIVE, metavar="N", help="Compute threads  [default: the cores allowed]"),
+    click.option("--threads", type=Threads(), metavar="N", help="Compute threads  [default: the cores allowed]"),
     click.option("--isa", metavar="NAME", help="Instruction set of the kernels  [default: the best of this machine]"),
     click.option("--kv-dtype", type=click.Choice(["f16", "f32", "q8"]), help="Type of cached keys and values."),
-    click.option("--context", type=_POSITIVE, metavar="TOKENS", help="Longest request  [default: the model's]"),
-    click.option("--max-running", type=_POSITIVE, metavar="N", help="Requests that run at once."),
+    click.option("--context", type=click.IntRange(2, MAX_CONTEXT), metavar="TOKENS",
+                 help="Longest request  [default: the model's]"),
+    click.option("--max-running", type=click.IntRange(1, MAX_RUNNING), metavar="N", help="Requests that run at once."),
     click.option("--kv-memory", metavar="SIZE", help="Memory for cached keys and values, like 2GiB."),
-    click.option("--depth", type=_POSITIVE, metavar="N", help="Steps in flight."),
-    click.option("--max-step-tokens", type=_POSITIVE, metavar="N", help="Token budget of a step."),
+    click.option("--depth", type=click.IntRange(1, MAX_DEPTH), metavar="N", help="Steps in flight."),
+    click.option("--max-step-tokens", type=click.IntRange(2, MAX_STEP_TOKENS), metavar="N",
+                 help="Token budget of a step."),
     click.option("--policy", type=click.Choice(["fcfs", "priority"]), help="Who goes first  [default: fcfs]"),
     click.option("--float-weights", is_flag=True, help="Compute in float32 whatever the file has."),
     click.option(
@@ -101,37 +137,56 @@ class _Bias(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 
 
 # Ranges are checked by SamplingParams, which says what is wrong and what to give instead.
-_SAMPLING = (
-    click.option("--max-tokens", type=int, metavar="N", help="Longest answer  [default: 256]"),
-    click.option("--min-tokens", type=int, metavar="N", help="Shortest answer before it may end."),
-    click.option("--temperature", type=float, metavar="T", help="0 is greedy  [default: 1]"),
-    click.option("--top-k", type=int, metavar="K", help="Sample among the K most likely tokens; 0 for all."),
-    click.option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens of joint probability P."),
-    click.option("--min-p", type=float, metavar="P", help="Drop tokens below P times the likeliest one's probability."),
-    click.option("--repetition-penalty", type=float, metavar="X", help="Divide the scores of tokens already there."),
-    click.option("--presence-penalty", type=float, metavar="X", help="Subtract from scores of tokens already written."),
-    click.option("--frequency-penalty", type=float, metavar="X", help="Subtract for each time a token was written."),
-    click.option("--logit-bias", type=_Bias(), multiple=True, help="Add BIAS to a token's score (repeatable)."),
-    click.option("--seed", type=int, metavar="N", help="Same seed, same tokens."),
-    click.option("--logprobs", type=int, metavar="N", help="Report log-probabilities, with the N most likely tokens."),
+def _sampling(used: SamplingParams) -> tuple[Any, ...]:
+    """The options of ``SamplingParams``; their help tells what ``used`` has where that is worth telling."""
+    return (
+        click.option("--max-tokens", type=int, metavar="N", help=f"Longest answer  [default: {used.max_tokens}]"),
+        click.option("--min-tokens", type=int, metavar="N", help="Shortest answer before it may end."),
+        click.option("--temperature", type=float, metavar="T", help=f"0 is greedy  [default: {used.temperature:g}]"),
+        click.option("--top-k", type=int, metavar="K", help="Sample among the K most likely tokens; 0 for all."),
+        click.option("--top-p", type=float, metavar="P",
+                     help=f"Sample among the likeliest tokens of joint probability P  [default: {used.top_p:g}]"),
+        click.option("--min-p", type=float, metavar="P",
+                     help="Drop tokens below P times the likeliest one's probability."),
+        click.option("--repetition-penalty", type=float, metavar="X",
+                     help="Divide the scores of tokens already there."),
+        click.option("--presence-penalty", type=float, metavar="X",
+                     help="Subtract from scores of tokens already written."),
+        click.option("--frequency-penalty", type=float, metavar="X",
+                     help="Subtract for each time a token was written."),
+        click.option("--logit-bias", type=_Bias(), multiple=True, help="Add BIAS to a token's score (repeatable)."),
+        click.option("--seed", type=int, metavar="N", help="Same seed, same tokens."),
+        click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."),
+        click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, metavar="ID",
+                     help="End after this token (repeatable)."),
+        click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end."),
+    )  # fmt: skip
+
+
+# Of no use in a conversation, which has one answer at a time and shows its text.
+_SAMPLES = (
     click.option("--n", "n", type=int, metavar="N", help="Samples of each prompt."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."),
-    click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, metavar="ID",
-                 help="End after this token (repeatable)."),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end."),
+    click.option("--logprobs", type=int, metavar="N",
+                 help="Report log-probabilities, with the N most likely tokens; needs --json."),
 )  # fmt: skip
 
 
-def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
-    """Add the fields of ``SamplingParams`` with these defaults; the command receives them as ``sampling``."""
+def sampling_options(*, samples: bool, **defaults: Any) -> Callable[[Command], Command]:
+    """Add fields of ``SamplingParams`` with these defaults; the command receives them as ``sampling``.
+
+    Args:
+        samples: also those that ask for several samples, and for more than their text.
+    """
 
     def make(**given: Any) -> SamplingParams:
         chosen = defaults | {name: value for name, value in given.items() if value not in (None, ())}
         if "logit_bias" in chosen:
             chosen["logit_bias"] = dict(chosen["logit_bias"])
+        chosen["stop"] = tuple(valid_text(text, "--stop") for text in chosen.get("stop", ()))
         return SamplingParams(**chosen)
 
-    return lambda command: _gather(command, _SAMPLING, make, "sampling")
+    options = (*_sampling(SamplingParams(**defaults)), *(_SAMPLES if samples else ()))
+    return lambda command: _gather(command, options, make, "sampling")
 
 
 def _gather(command: Command, options: tuple[Any, ...], make: Callable[..., Any], name: str) -> Command:
@@ -154,11 +209,11 @@ def _nothing() -> None:
 
 def read_prompts(prompts: tuple[str, ...], files: tuple[str, ...]) -> list[str]:
     """The prompts of a command line in order: texts, then files ("-" is standard input)."""
-    read = list(prompts)
+    read = [valid_text(text, f"prompt {number}") for number, text in enumerate(prompts, 1)]
     for name in files:
         try:
             with click.open_file(name, encoding="utf-8") as file:
-                read.append(file.read())
+                read.append(valid_text(file.read(), f"prompt-file = {name!r}"))
         except UnicodeDecodeError:
             raise RequestError(f"prompt-file = {name!r} is not UTF-8 text", "convert it first") from None
         except OSError as problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -11,7 +12,11 @@ from typing import Any
 
 import click
 
+from gapless.cli.streams import is_utf8
 from gapless.errors import GaplessError
+
+_INTERRUPTED = "Interrupted"
+THREADS_REMEDY = "lower --threads, or raise the limit of processes (ulimit -u)"
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,9 @@ class ErrorReport:
     exit_code: int
 
     @classmethod
-    def of(cls, problem: Exception) -> ErrorReport:
+    def of(cls, problem: BaseException) -> ErrorReport:
+        if isinstance(problem, KeyboardInterrupt | click.Abort):
+            return cls(_INTERRUPTED, "interrupted", "", 130)
         if isinstance(problem, GaplessError):
             return cls(type(problem).__name__, problem.problem, problem.remedy, problem.exit_code)
         if isinstance(problem, click.ClickException):
@@ -32,7 +39,10 @@ class ErrorReport:
             path = context.command_path if context is not None else "gapless"
             return cls("UsageError", problem.format_message().rstrip("."), f"see '{path} --help'", 2)
         if isinstance(problem, MemoryError):
-            return cls("ResourceError", "out of memory", "choose a smaller model, --context or --kv-memory", 2)
+            remedy = "choose a smaller model, --context, --kv-memory, --max-running or --max-step-tokens"
+            return cls("ResourceError", "out of memory", remedy, 2)
+        if is_thread_limit(problem):
+            return cls("ResourceError", "the system starts no more threads", THREADS_REMEDY, 2)
         if isinstance(problem, OSError):
             named = f"{problem.filename}: " if problem.filename else ""
             return cls("OSError", f"{named}{problem.strerror or problem}", "check the path, its rights and the disk", 2)
@@ -43,7 +53,9 @@ class ErrorReport:
 def report_error(report: ErrorReport, *, as_json: bool) -> int:
     """Write one line to standard error (and the object to standard output with ``as_json``); return the exit code."""
     line = f"{report.problem}; {report.remedy}" if report.remedy else report.problem
-    print(f"error: {' '.join(printable(line).split())}", file=sys.stderr)
+    head = "" if report.kind == _INTERRUPTED else "error: "  # who has stopped it needs no alarm
+    with contextlib.suppress(OSError):  # its reader may have gone
+        print(f"{head}{' '.join(printable(line).split())}", file=sys.stderr)
     try:
         if as_json:
             write_json({"error": report})
@@ -53,6 +65,11 @@ def report_error(report: ErrorReport, *, as_json: bool) -> int:
     return report.exit_code
 
 
+def is_thread_limit(problem: BaseException) -> bool:
+    """Whether Python could not start a thread; it has no exception of its own for that."""
+    return isinstance(problem, RuntimeError) and "can't start new thread" in str(problem)
+
+
 def drop_output() -> None:
     """Let nothing more be written to standard output, not even by the interpreter as it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,7 +77,17 @@ def drop_output() -> None:
 
 def write_json(value: Any) -> None:
     """One JSON value on one line of standard output. Dataclasses become objects."""
-    print(json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False), flush=True)
+    print(json.dumps(value, default=_plain, ensure_ascii=not is_utf8(sys.stdout), allow_nan=False), flush=True)
+
+
+def write(text: str = "", end: str = "\n") -> None:
+    """Text on standard output, at once. Not ``click.echo``, which has a mind of its own about encodings."""
+    print(text, end=end, flush=True)
+
+
+def cut_mark() -> str:
+    """What ends a text that goes on no further because it may not."""
+    return "…" if is_utf8(sys.stdout) else "..."
 
 
 def note(text: str) -> None:

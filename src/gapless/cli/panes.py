@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Protocol
 
-from gapless.cli.output import printable
+from gapless.cli.output import cut_mark, printable
 from gapless.outputs import StreamPiece
 
 _REPAINT_S = 1 / 30
@@ -48,7 +48,7 @@ class Lines:
         print(flush=True)
 
     def take(self, index: int, piece: StreamPiece) -> None:
-        *done, self._open[index] = wrap(self._open[index] + printable(piece.text), self._width)
+        *done, self._open[index] = wrap(self._open[index] + _shown(piece), self._width)
         self._show(index, done)
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class Columns:
         self._due_s = 0.0
 
     def take(self, index: int, piece: StreamPiece) -> None:
-        self._texts[index] += printable(piece.text)
+        self._texts[index] += _shown(piece)
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._paint()
@@ -94,6 +94,11 @@ class Columns:
         sys.stdout.write(up + "".join(f"\r\x1b[K{row}\n" for row in rows))
         sys.stdout.flush()
         self._painted = len(rows)
+
+
+def _shown(piece: StreamPiece) -> str:
+    """Its text, and after the last a mark if the answer was cut."""
+    return printable(piece.text) + (cut_mark() if piece.finish_reason == "length" else "")
 
 
 def wrap(text: str, width: int) -> list[str]:

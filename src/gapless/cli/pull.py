@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from gapless.cli.options import json_option, required_model_argument
-from gapless.cli.output import write_json
+from gapless.cli.output import write, write_json
 from gapless.units import format_bytes
 
 
@@ -35,4 +35,4 @@ def command(model: str, as_json: bool) -> None:
     if as_json:
         write_json(facts)
     else:
-        click.echo(f"{path}\n{loaded.spec.family}, {loaded.format}, {format_bytes(loaded.weights_bytes)} of weights")
+        write(f"{path}\n{loaded.spec.family}, {loaded.format}, {format_bytes(loaded.weights_bytes)} of weights")
