@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gapless.checks import shown
 from gapless.errors import ModelFileError, UnsupportedModelError
-from gapless.models.fields import shown
 from gapless.models.files import REMEDY, is_present, map_file
 from gapless.models.quant import QUANTS, row_bytes
 from gapless.models.tensor import WeightTensor

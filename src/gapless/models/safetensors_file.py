@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from gapless.checks import shown
 from gapless.errors import ModelFileError, UnsupportedModelError
-from gapless.models.fields import shown
 from gapless.models.files import REMEDY, files_in, is_present, map_file, read_regular
 from gapless.models.gguf_file import MAX_ELEMENTS
 from gapless.models.quant import row_bytes

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gapless.arch.spec import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, RopeSpec
+from gapless.checks import shown
 from gapless.errors import UnsupportedModelError
 from gapless.models import rope
 from gapless.models.assemble import Names
-from gapless.models.fields import Fields, shown
+from gapless.models.fields import Fields
 from gapless.models.gguf_file import GgufFile
 from gapless.models.tensor import WeightTensor
 

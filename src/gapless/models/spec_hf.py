@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from gapless.arch.spec import Activation, AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, RopeSpec
+from gapless.checks import shown
 from gapless.errors import UnsupportedModelError
 from gapless.models import rope
 from gapless.models.assemble import Names
-from gapless.models.fields import Fields, shown
+from gapless.models.fields import Fields
 
 FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 MAX_LAYERS = 1024

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as HfTokenizer
 
+from gapless.checks import shown
 from gapless.errors import GaplessError, ModelFileError, UnsupportedModelError
-from gapless.models.fields import shown
 from gapless.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from gapless.text.spelling import SPACE
 
