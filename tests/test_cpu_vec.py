@@ -154,10 +154,11 @@ def test_rounding_is_to_nearest_even(results: Results) -> None:
 
 
 def test_every_half_widens_exactly(results: Results) -> None:
-    finite = (BIT_PATTERNS & 0x7C00) != 0x7C00
-    wanted = BIT_PATTERNS[finite].view(np.float16).astype(np.float32)
-    same(results["load_f16"][finite], wanted)
-    same(results["f16_bits"][finite], wanted)
+    wanted = BIT_PATTERNS.view(np.float16).astype(np.float32)
+    numbers = ~np.isnan(wanted)
+    for name in ("load_f16", "f16_bits"):
+        same(results[name][numbers], wanted[numbers])
+        assert np.isnan(results[name][~numbers]).all(), "which of its NaNs a processor takes is its own matter"
 
 
 def test_halves_are_rounded_to_nearest_even_and_saturate(results: Results) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gapless.errors import ExecutorError, GaplessError, RequestError, ResourceError
+from gapless.errors import ExecutorError, GaplessError, RequestError, ResourceError, UnsupportedModelError
 from gapless.executor.open import cache_pages
 from gapless.llm import LLM
 from gapless.models.load import load_model
@@ -356,6 +356,13 @@ def test_a_tokenizer_that_knows_more_than_the_model(llm: LLM, monkeypatch: pytes
     for use in (lambda: llm.generate(["a"]), lambda: next(llm.stream("a")), lambda: llm.chat([{"role": "user"}])):
         with pytest.raises(RequestError, match="token id"):
             use()
+
+
+@pytest.mark.parametrize("executor", ["cpu", "reference"])
+def test_a_vocabulary_too_large_for_exact_sums(tiny: Path, monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
+    monkeypatch.setattr("gapless.executor.open.MAX_VOCAB", 100)
+    with pytest.raises(UnsupportedModelError, match="use a model of at most 100"):
+        LLM(tiny, executor=executor)  # type: ignore[arg-type]
 
 
 def pages(context_tokens: int | None = None, *, memory: int | None = None, available: int = 10**12) -> int:

@@ -488,6 +488,21 @@ def test_models_of_a_hub(tmp_path: Path) -> None:
     again, unknown, _ = fetch_from_hub(url, tmp_path, "hf:org/repo", "hf:org/other", HF_HUB_OFFLINE="1")
     assert again == folder
     assert unknown.startswith("DownloadError: hf:org/other is not in the local cache, and the hub cannot be reached")
+    assert unknown.endswith("; unset HF_HUB_OFFLINE")
+    unreachable, _ = fetch_from_hub("http://127.0.0.1:9", tmp_path, "hf:org/other")
+    assert unreachable.endswith("; check the network")
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, "is full: 0.0 MB"), (errno.EDQUOT, "is full"), (errno.EACCES, "set GAPLESS_CACHE"),
+        (errno.EROFS, "cannot be written"), (errno.EFBIG, "larger than this process may write; raise ulimit -f"),
+    ],
+)  # fmt: skip
+def test_what_keeps_a_file_from_being_written_is_named(tmp_path: Path, number: int, expected: str) -> None:
+    with pytest.raises(DownloadError, match=expected), fetch.storing(tmp_path, 1):
+        raise OSError(number, os.strerror(number))
 
 
 def test_a_repository_of_gguf_files_wants_one_named(tmp_path: Path) -> None:

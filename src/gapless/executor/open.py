@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gapless.errors import GaplessError, ResourceError
+from gapless.arch.spec import ModelSpec
+from gapless.errors import GaplessError, ResourceError, UnsupportedModelError
 from gapless.executor.protocol import Executor
+from gapless.kernels.sampling_reference import MAX_VOCAB
 from gapless.models.load import LoadedModel
 from gapless.models.memory import available_bytes, check_memory
 
@@ -33,6 +35,7 @@ def open_cpu(
     progress: Callable[[str], None] | None,
 ) -> Executor:
     """The compiled executor. Raises GaplessError for an unknown option, ResourceError where memory does not suffice."""
+    _check_vocabulary(model.spec)
     from gapless.executor.cpu import CpuExecutor
     from gapless.kernels.cpu.kv import page_bytes
 
@@ -70,6 +73,7 @@ def open_reference(
     model: LoadedModel, *, context_tokens: int | None, max_running: int, max_step_tokens: int
 ) -> Executor:
     """The NumPy executor, with room for four requests of at most 4,096 tokens."""
+    _check_vocabulary(model.spec)
     from gapless.executor.reference import ReferenceExecutor
 
     context = min(context_tokens or model.spec.context_tokens, model.spec.context_tokens, 4096)
@@ -81,6 +85,14 @@ def open_reference(
         max_step_tokens=max_step_tokens,
         kv_dtype="f16",
     )
+
+
+def _check_vocabulary(spec: ModelSpec) -> None:
+    if spec.vocab_size > MAX_VOCAB:
+        raise UnsupportedModelError(
+            f"a vocabulary of {spec.vocab_size} tokens is more than the sampler can add up exactly",
+            f"use a model of at most {MAX_VOCAB}",
+        )
 
 
 def cache_pages(

@@ -46,7 +46,7 @@ def storing(folder: Path, needed_bytes: int) -> Iterator[None]:
     """Make a folder and write to it, or say in one line why not.
 
     Raises:
-        DownloadError: the disk is full (with the bytes needed and free), or the folder cannot be written.
+        DownloadError: the disk is full (with the bytes needed and free), or it cannot be written otherwise.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +54,10 @@ def storing(folder: Path, needed_bytes: int) -> Iterator[None]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield
     except OSError as problem:
+        if problem.errno == errno.EFBIG:
+            raise DownloadError(
+                f"a file in {folder} would be larger than this process may write", f"raise ulimit -f; then {GOES_ON}"
+            ) from None
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise DownloadError(
                 f"{folder} cannot be written ({problem.strerror or problem})",

@@ -107,9 +107,10 @@ def _explained(name: str, parsed: HubName, problem: Exception, download: bool) -
     if isinstance(problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         if not download:
             return ModelError(f"model {name!r} has not been fetched", f"run: gapless pull {name}")
+        offline = isinstance(problem, errors.OfflineModeIsEnabled) or os.environ.get("HF_HUB_OFFLINE", "0") != "0"
         return DownloadError(
             f"{name} is not in the local cache, and the hub cannot be reached",
-            "check the network; unset HF_HUB_OFFLINE",
+            "unset HF_HUB_OFFLINE" if offline else "check the network",
         )
     if isinstance(problem, errors.GatedRepoError):
         return DownloadError(

@@ -102,7 +102,7 @@ def store_at(b: Any, value: Any, addr: Any, align: int = 1) -> None:
 
 
 def half_to_f32(b: Any, h: Any, n: int = VL) -> Any:
-    """<n x i16> holding IEEE half floats to <n x float>, exactly, subnormals included (no infinities)."""
+    """<n x i16> holding IEEE half floats to <n x float>, exactly, subnormals, infinities and NaN included."""
     if ISA.cpu in ("x86-64-v3", "x86-64-v4", "generic"):
         return b.fpext(b.bitcast(h, ir.VectorType(ir.HalfType(), n)), ir.VectorType(F32, n))
     # Without a conversion instruction: shift into place and rescale the exponent.
@@ -111,6 +111,9 @@ def half_to_f32(b: Any, h: Any, n: int = VL) -> Any:
     wide = b.zext(h, vi)
     body = b.bitcast(b.shl(b.and_(wide, c(0x7FFF)), c(13)), ir.VectorType(F32, n))
     scaled = b.bitcast(b.fmul(body, ir.Constant(ir.VectorType(F32, n), [2.0**112] * n)), vi)
+    # The largest exponent stands for infinities and NaN, here as there.
+    beyond = b.or_(b.bitcast(body, vi), c(0x7F800000))
+    scaled = b.select(b.icmp_unsigned(">=", b.and_(wide, c(0x7FFF)), c(0x7C00)), beyond, scaled)
     return b.bitcast(b.or_(scaled, b.shl(b.and_(wide, c(0x8000)), c(16))), ir.VectorType(F32, n))
 
 
