@@ -115,10 +115,10 @@ def test_threads_that_the_system_does_not_start(
     monkeypatch.setattr(threading.Thread, "start", start)
     assert main(["generate", tiny, *QUICK, *BASE["generate"]]) == 2
     out, err = capsys.readouterr()
-    assert "cannot start 2 threads; lower --threads" in err
+    assert "the system refuses another thread (gapless-1); lower --threads" in err
     assert json.loads(out)["error"]["kind"] == "ResourceError"
     assert main(["doctor", tiny, "--threads", "2"]) == 2
-    assert "the system starts no more threads; lower --threads" in capsys.readouterr().err
+    assert "the system refuses another thread (gapless-1); lower --threads" in capsys.readouterr().err
 
 
 def test_a_context_beyond_the_models_is_told(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,15 @@ from typing import Any
 
 from gapless.errors import GaplessError, RequestError
 
+# Of the engine's options, whichever way they are given.
+RANGES: dict[str, tuple[int, int]] = {
+    "threads": (1, 1024),
+    "kv_memory_bytes": (1, 1 << 50),
+    "context_tokens": (2, 1 << 30),
+    "depth": (1, 16),
+    "max_running": (1, 1 << 16),
+    "max_step_tokens": (2, 1 << 20),
+}
 MAX_SHOWN = 80  # characters of a value in a message
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from gapless.arch.spec import ModelSpec
-from gapless.checks import flag, shown, whole
+from gapless.checks import RANGES, flag, shown, whole
 from gapless.collect import Collector
 from gapless.engine import Engine, EngineStats, EngineThread
 from gapless.errors import ExecutorError, GaplessError, RequestError
@@ -377,14 +377,6 @@ class _Call:
 
 
 _LOOK_S = 1.0  # how often one who waits looks whether anybody is there still
-_COUNTS: dict[str, tuple[int, int]] = {
-    "threads": (1, 1024),
-    "kv_memory_bytes": (1, 1 << 50),
-    "context_tokens": (2, 1 << 30),
-    "depth": (1, 16),
-    "max_running": (1, 1 << 16),
-    "max_step_tokens": (2, 1 << 20),
-}
 _MAY_BE_NONE = ("threads", "kv_memory_bytes", "context_tokens", "depth")
 
 _open_models: weakref.WeakSet[LLM] = weakref.WeakSet()
@@ -400,7 +392,7 @@ def _close_all() -> None:
 def _checked_counts(given: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor's numbers as integers in their ranges, or None. Raises GaplessError naming the argument."""
     return {
-        name: None if value is None and name in _MAY_BE_NONE else whole(name, value, *_COUNTS[name], GaplessError)
+        name: None if value is None and name in _MAY_BE_NONE else whole(name, value, *RANGES[name], GaplessError)
         for name, value in given.items()
     }
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
-from gapless.cli.options import MAX_CONTEXT, MAX_RUNNING, EngineOptions, engine_options, json_option, model_argument
+from gapless.checks import RANGES
+from gapless.cli.options import EngineOptions, engine_options, json_option, model_argument
 from gapless.cli.output import note, write, write_json
 from gapless.units import format_bytes, format_count, format_si
 
-_BATCH = click.IntRange(1, MAX_RUNNING)
-_TOKENS = click.IntRange(1, MAX_CONTEXT)
+_BATCH = click.IntRange(1, RANGES["max_running"][1])
+_TOKENS = click.IntRange(1, RANGES["context_tokens"][1])
 _RUNS = click.IntRange(1, 1000)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gapless.cli.options import DEFAULT_MODEL, MAX_CONTEXT, Threads, json_option
+from gapless.checks import RANGES
+from gapless.cli.options import DEFAULT_MODEL, Threads, json_option
 from gapless.cli.output import note, write, write_json
 from gapless.units import format_bytes, format_count, format_si
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from gapless.models.load import LoadedModel
 
 NO_MODEL_BYTES = 1 << 28  # read for the bandwidth where there is no model whose size could be taken
-_BEFORE = click.IntRange(0, MAX_CONTEXT)
+_BEFORE = click.IntRange(0, RANGES["context_tokens"][1])
 
 
 @click.command("doctor")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from gapless.cli.output import THREADS_REMEDY, is_thread_limit, note
+from gapless.checks import RANGES
+from gapless.cli.output import note
 from gapless.cli.streams import valid_text
-from gapless.errors import RequestError, ResourceError
+from gapless.errors import RequestError
 from gapless.machine import allowed_cores
 from gapless.sampling import SamplingParams
 from gapless.units import parse_bytes
@@ -62,13 +63,8 @@ class EngineOptions:
             "float_weights": self.float_weights or None,
         }
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        try:
-            with downloading(model) as bar:
-                llm = LLM(model, executor=self.executor, progress=note, download=bar, **chosen)
-        except RuntimeError as problem:
-            if not is_thread_limit(problem):
-                raise
-            raise ResourceError(f"cannot start {self.compute_threads} threads", THREADS_REMEDY) from None
+        with downloading(model) as bar:
+            llm = LLM(model, executor=self.executor, progress=note, download=bar, **chosen)
         if self.context is not None and self.context > llm.spec.context_tokens:
             note(f"--context {self.context} is more than the model has: {llm.spec.context_tokens} tokens are used")
         return llm
@@ -78,18 +74,11 @@ class EngineOptions:
         return self.threads or allowed_cores()
 
 
-MAX_THREADS = 1024
-MAX_RUNNING = 1 << 16
-MAX_STEP_TOKENS = 1 << 20
-MAX_CONTEXT = 1 << 30
-MAX_DEPTH = 16
-
-
 class Threads(click.IntRange):
     """A number of threads that the allowed cores can sensibly carry: threads wait for each other at every operation."""
 
     def __init__(self) -> None:
-        super().__init__(min=1, max=MAX_THREADS)
+        super().__init__(*RANGES["threads"])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         threads: int = super().convert(value, param, ctx)
@@ -104,12 +93,13 @@ _ENGINE = (
     click.option("--threads", type=Threads(), metavar="N", help="Compute threads  [default: the cores allowed]"),
     click.option("--isa", metavar="NAME", help="Instruction set of the kernels  [default: the best of this machine]"),
     click.option("--kv-dtype", type=click.Choice(["f16", "f32", "q8"]), help="Type of cached keys and values."),
-    click.option("--context", type=click.IntRange(2, MAX_CONTEXT), metavar="TOKENS",
+    click.option("--context", type=click.IntRange(*RANGES["context_tokens"]), metavar="TOKENS",
                  help="Longest request  [default: the model's]"),
-    click.option("--max-running", type=click.IntRange(1, MAX_RUNNING), metavar="N", help="Requests that run at once."),
+    click.option("--max-running", type=click.IntRange(*RANGES["max_running"]), metavar="N",
+                 help="Requests that run at once."),
     click.option("--kv-memory", metavar="SIZE", help="Memory for cached keys and values, like 2GiB."),
-    click.option("--depth", type=click.IntRange(1, MAX_DEPTH), metavar="N", help="Steps in flight."),
-    click.option("--max-step-tokens", type=click.IntRange(2, MAX_STEP_TOKENS), metavar="N",
+    click.option("--depth", type=click.IntRange(*RANGES["depth"]), metavar="N", help="Steps in flight."),
+    click.option("--max-step-tokens", type=click.IntRange(*RANGES["max_step_tokens"]), metavar="N",
                  help="Token budget of a step."),
     click.option("--policy", type=click.Choice(["fcfs", "priority"]), help="Who goes first  [default: fcfs]"),
     click.option("--float-weights", is_flag=True, help="Compute in float32 whatever the file has."),

@@ -16,7 +16,6 @@ from gapless.cli.streams import is_utf8
 from gapless.errors import GaplessError
 
 _INTERRUPTED = "Interrupted"
-THREADS_REMEDY = "lower --threads, or raise the limit of processes (ulimit -u)"
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,6 @@ class ErrorReport:
         if isinstance(problem, MemoryError):
             remedy = "choose a smaller model, --context, --kv-memory, --max-running or --max-step-tokens"
             return cls("ResourceError", "out of memory", remedy, 2)
-        if is_thread_limit(problem):
-            return cls("ResourceError", "the system starts no more threads", THREADS_REMEDY, 2)
         if isinstance(problem, OSError):
             named = f"{problem.filename}: " if problem.filename else ""
             return cls("OSError", f"{named}{problem.strerror or problem}", "check the path, its rights and the disk", 2)
@@ -63,11 +60,6 @@ def report_error(report: ErrorReport, *, as_json: bool) -> int:
     except OSError:  # it may be standard output itself that failed
         drop_output()
     return report.exit_code
-
-
-def is_thread_limit(problem: BaseException) -> bool:
-    """Whether Python could not start a thread; it has no exception of its own for that."""
-    return isinstance(problem, RuntimeError) and "can't start new thread" in str(problem)
 
 
 def drop_output() -> None:
