@@ -247,7 +247,7 @@ def main() -> None:
     peers = make_peers(args, work, model, cpus)
     if args.setup_only:
         return
-    ours = gapless_engine(work, args.python, model, len(cpus), cpus)
+    ours = gapless_engine(work, args.python, model, len(cpus), cpus, cases)
     doctor = None if args.skip_ours else Gapless([args.python, "-m", "gapless"], cpus).call(DOCTOR)
     engines = started([*([] if args.skip_ours else [ours]), *peers])
     samples = sample_all(engines, cases, args.runs, args.wait_quiet)

@@ -23,6 +23,9 @@ FIRST_ID, LAST_ID = 100, 32_000
 WARM_TOKENS = 8
 
 
+CASE_SLACK = 32  # tokens that a request's cache is larger than the request
+
+
 @dataclass(frozen=True)
 class Case:
     """One thing to measure: `batch` fresh random prompts of one length, decoded together."""
@@ -139,9 +142,10 @@ class Gapless:
         return reply
 
 
-def gapless_engine(work: Path, python: str, model: Path, threads: int, cpus: set[int]) -> Peer:
+def gapless_engine(work: Path, python: str, model: Path, threads: int, cpus: set[int], cases: list[Case]) -> Peer:
     """Ours, as a process like those of the peers."""
     command = [python, str(HERE / "gapless_worker.py"), "--model", str(model), "--threads", str(threads)]
+    command += ["--cache-tokens", str(max(case.batch * (case.prompt + case.output + CASE_SLACK) for case in cases))]
     return Peer("gapless", command, cpus, work / "logs" / "gapless.txt")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import random
 from dataclasses import dataclass
+from pathlib import Path
 
 from protocol import Timing, claim_stdout, die_with_parent, serve
 
@@ -11,7 +13,12 @@ from gapless import __version__
 from gapless.arch.sizes import weight_infos
 from gapless.bench import run_once
 from gapless.doctor import decode_work, measure_ceilings
+from gapless.kernels.cpu.abi import PAGE_TOKENS
+from gapless.kernels.cpu.kv import page_bytes
 from gapless.llm import LLM
+from gapless.models.load import load_model
+
+FILL_TOKENS = 496  # and their answer: whole pages
 
 
 @dataclass
@@ -32,10 +39,17 @@ class OurTiming(Timing):
 
 
 class Gapless:
-    def __init__(self, model: str, threads: int) -> None:
-        self.llm = LLM(model, threads=threads)
+    def __init__(self, model: str, threads: int, cache_tokens: int) -> None:
+        # Room for the largest case, as llama.cpp's contexts have it, and used once, as those are filled with zeros:
+        # memory comes slowly from the system, in virtual machines above all, and whom that struck would be chance.
+        pages = -(-cache_tokens // PAGE_TOKENS)
+        room = pages * page_bytes(load_model(Path(model)).spec, "f16")
+        self.llm = LLM(model, threads=threads, kv_memory_bytes=room)
         self._ceilings = measure_ceilings(threads, self.llm.model.weights_bytes)
         self._infos = weight_infos(self.llm.model.weights)
+        rng = random.Random(0)
+        for _ in range(0, pages * PAGE_TOKENS, FILL_TOKENS):
+            run_once(self.llm, [[rng.randrange(100, 32_000) for _ in range(FILL_TOKENS)]], 1)
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> OurTiming:
         run = run_once(self.llm, prompts, output_tokens)
@@ -56,10 +70,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--cache-tokens", type=int, required=True)
     args = parser.parse_args()
     die_with_parent()
     channel = claim_stdout()
-    serve(Gapless(args.model, args.threads), channel, {"version": __version__})
+    serve(Gapless(args.model, args.threads, args.cache_tokens), channel, {"version": __version__})
 
 
 if __name__ == "__main__":
