@@ -89,6 +89,7 @@ class CpuExecutor:
         self._n_logits_ops = len(tape)
         self._sampling_ops(tape, logits)
         self._tape = tape.finish()
+        self._tape_at = address_of(self._tape)
         self.weights_bytes = packed.nbytes
         self.kv_bytes = pool.nbytes
         self._slots = Slots(self._arena, n_slots + 1, context)
@@ -180,7 +181,7 @@ class CpuExecutor:
             memory = self._steps[0]
             memory.fill(plan, self._slots)
             memory.fill_rows(np.arange(count))
-            self._crew.run(address_of(self._tape), self._n_logits_ops, memory.address)
+            self._crew.run(self._tape_at, self._n_logits_ops, memory.address)
             yield self._logit_rows(count)
 
     def _logit_rows(self, count: int) -> F32:
@@ -190,7 +191,7 @@ class CpuExecutor:
         return rows[:, : self._vocab]
 
     def _run(self, memory: StepMemory) -> None:
-        self._crew.run(address_of(self._tape), len(self._tape), memory.address)
+        self._crew.run(self._tape_at, len(self._tape), memory.address)
 
     def _sampling_ops(self, tape: Tape, logits: Rows) -> None:
         words = sample_record.sample_words(logits.address, logits.stride, self._vocab, tape)

@@ -88,6 +88,7 @@ class StepMemory:
         self._units = units
         self._decode: _Decode | None = None
         self.words = arena.take(abi.STEP_WORDS * 8).view(np.int64)
+        self.address = address_of(self.words)
 
         def array(word: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
             n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -109,10 +110,10 @@ class StepMemory:
         self._record_addresses[:] = address_of(self._records) + rows * SAMPLE_PARAMS.itemsize
         top_ids, top = address_of(self._top_ids), address_of(self._top)
         self._top_addresses = (top_ids + rows * MAX_TOP * 4, top + rows * MAX_TOP * 8)
-
-    @property
-    def address(self) -> int:
-        return address_of(self.words)
+        # Columns that every step touches: NumPy takes its time to find a field.
+        self._sample_positions, self._sampled = self._records["position"], self._records["token"]
+        self._reports = self._records["report_logprobs"]
+        self._span_starts = self._spans[:, abi.SPAN_START]
 
     def fill(self, plan: StepPlan, slots: Slots) -> None:
         """Describe the plan. Page tables must hold the spans' pages."""
@@ -131,10 +132,9 @@ class StepMemory:
         positions += ahead
         self._token_ids[:n] += 4 * ahead
         self._kv_slots[:n] += ahead
-        self._records["position"][:n] += ahead
-        self._spans[:n, abi.SPAN_START] += ahead
-        moved = before // abi.PAGE_TOKENS != positions // abi.PAGE_TOKENS
-        if moved.any():
+        self._sample_positions[:n] += ahead
+        self._span_starts[:n] += ahead
+        if (before // abi.PAGE_TOKENS != positions // abi.PAGE_TOKENS).any():
             self._place(np.array(decode.slots), positions.astype(np.int64), n, slots)
             self._units.plan(self.words, self._spans[:n])
 
@@ -160,10 +160,11 @@ class StepMemory:
     def results(self, plan: StepPlan, slots: Slots) -> tuple[SampledToken, ...]:
         """What the step sampled, in the plan's order."""
         spans = [span for span in plan.spans if span.sample]
-        tokens = self._records["token"][: len(spans)].tolist()
+        n = len(spans)
+        columns = zip(spans, self._sampled[:n].tolist(), self._reports[:n].tolist(), strict=True)
         return tuple(
-            SampledToken(span.request_id, token, self._logprobs(row) if self._records[row]["report_logprobs"] else None)
-            for row, (span, token) in enumerate(zip(spans, tokens, strict=True))
+            SampledToken(span.request_id, token, self._logprobs(row) if report else None)
+            for row, (span, token, report) in enumerate(columns)
         )
 
     def _describe_spans(self, slot: Array, start: Array, count: Array, first: Array, slots: Slots) -> None:
