@@ -41,18 +41,13 @@ def target_environment(target: isa.Isa) -> dict[str, str]:
 def compile_module(name: str, out: Path) -> None:
     """Write ``out`` (object code) and ``out.json`` (symbols by kernel, and the digest of the object code)."""
     from llvmlite import binding as llvm
-    from numba import njit, types
 
     module = importlib.import_module(f"gapless.kernels.cpu.{name}")
     linked = None
     symbols: dict[str, str] = {}
     machine: Any = None
     for kernel, (function, n_args) in module.KERNELS.items():
-        signature = types.void(*[types.int64] * n_args)
-        compiled = njit(signature, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(
-            function
-        )
-        result = compiled.overloads[signature.args]
+        result = compile_kernel(function, n_args)
         library = result.library
         machine = library.codegen._tm
         final = llvm.parse_assembly(str(library._final_module))
@@ -65,6 +60,15 @@ def compile_module(name: str, out: Path) -> None:
     code = machine.emit_object(linked)
     write_whole(out, code)
     write_whole(out.with_suffix(".json"), manifest(code, symbols))
+
+
+def compile_kernel(function: Any, n_args: int) -> Any:
+    """Numba's result for a kernel that takes ``n_args`` words."""
+    from numba import njit, types
+
+    signature = types.void(*[types.int64] * n_args)
+    compiled = njit(signature, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return compiled.overloads[signature.args]
 
 
 def manifest(code: bytes, symbols: dict[str, str]) -> bytes:

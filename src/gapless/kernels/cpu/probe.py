@@ -10,11 +10,13 @@ from numba.extending import intrinsic
 
 from gapless.kernels.cpu.abi import PROBE_BYTES, PROBE_DATA, PROBE_OUT, PROBE_ROUNDS
 from gapless.kernels.cpu.mem import I64, ld_i64
-from gapless.kernels.cpu.tiles import VB, VBYTES, Dot
+from gapless.kernels.cpu.packing import PAIR_GROUPS
+from gapless.kernels.cpu.tiles import VB, VBYTES, Dot, opaque
 from gapless.kernels.cpu.vec import VI, load_at, store_at
 
 READ_STREAMS = 8
-DOT_SUMS = 12  # independent sums: enough to hide the latency of the instruction on two ports
+DOT_TOKENS = 6
+DOT_SUMS = PAIR_GROUPS * DOT_TOKENS  # independent: enough to hide the instruction's latency, few enough for 16 registers
 
 
 def _counted(body: Any, state: list[Any], b: Any, count: Any, step: int) -> list[Any]:
@@ -56,14 +58,25 @@ def read_all(typingctx, data, n_bytes, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def multiply_all(typingctx, data, rounds, out):  # type: ignore[no-untyped-def]
-    """``rounds`` rounds of DOT_SUMS byte dot products on registers."""
+    """``rounds`` rounds of DOT_SUMS byte dot products: PAIR_GROUPS weight vectors by DOT_TOKENS of activations, in L1.
+
+    A round reads them anew from an address that is not known to be the last round's: products of values that no round
+    changes would be taken out of the loop.
+    """
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         b, (start, count, target) = builder, args
         dot = Dot(b, unsigned_weights=True)
-        weight = dot.weight(load_at(b, start, VB, 4))
-        x = load_at(b, b.add(start, ir.Constant(I64, VBYTES)), VI, 4)
-        sums = _counted(lambda i, sums: [dot.add(v, weight, x) for v in sums], [dot.zero(None)] * DOT_SUMS, b, count, 1)
+
+        def body(i: Any, sums: list[Any]) -> list[Any]:
+            data = opaque(b, start)
+            places = [b.add(data, ir.Constant(I64, k * VBYTES)) for k in range(PAIR_GROUPS + DOT_TOKENS)]
+            weights = [dot.weight(load_at(b, place, VB, 4)) for place in places[:PAIR_GROUPS]]
+            xs = [load_at(b, place, VI, 4) for place in places[PAIR_GROUPS:]]
+            pairs = [(weight, x) for x in xs for weight in weights]
+            return [dot.add(v, *pair) for v, pair in zip(sums, pairs, strict=True)]
+
+        sums = _counted(body, [dot.zero(None)] * DOT_SUMS, b, count, 1)
         for k, v in enumerate(sums):
             store_at(b, dot.finish(v), b.add(target, ir.Constant(I64, k * VBYTES)), 4)
         return context.get_dummy_value()
