@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from typing import Any
 
 from gapless.bench import benchmark, held_bytes
@@ -29,11 +30,11 @@ def main() -> None:
     print("| row | tokens/s | of the floor | host | bound by |")
     print("|---|---|---|---|---|")
     with LLM(args.model, progress=lambda line: print(line, file=sys.stderr)) as llm:
-        ceilings = measure_ceilings(threads, held_bytes(llm))
+        measure = partial(measure_ceilings, threads, held_bytes(llm))
         for name, batch, prompt, output in ROWS:
             result = benchmark(
                 llm, batch=batch, prompt_tokens=prompt, output_tokens=output, runs=args.runs, kv_dtype="f16",
-                ceilings=ceilings,
+                measure=measure,
             )  # fmt: skip
             print(line(name, result), flush=True)
 
@@ -43,8 +44,7 @@ def line(name: str, result: dict[str, Any]) -> str:
     if result["decode_tokens_per_s"] is None:
         rate, share, bound = (result[key] for key in ("prefill_tokens_per_s", "prefill_floor_share", "prefill_bound"))
     else:
-        rate, bound = result["decode_tokens_per_s"], result["bound"]
-        share = rate * result["floor_tpot_s"] / result["batch"]
+        rate, share, bound = (result[key] for key in ("decode_tokens_per_s", "floor_share", "bound"))
     return f"| {name} | {rate:,.0f} | {share:.0%} | {result['host_share']:.1%} | {bound} |"
 
 

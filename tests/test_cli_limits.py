@@ -22,7 +22,7 @@ import pytest
 from gapless.arch.spec import LayerWeights
 from gapless.bench import held_bytes, held_weights
 from gapless.cli import app, main
-from gapless.cli.options import EngineOptions
+from gapless.cli.options import EngineOptions, read_prompts
 from gapless.doctor import can_write
 from gapless.llm import LLM
 from gapless.outputs import Completion, RequestOutput
@@ -337,6 +337,32 @@ def test_doctor_tells_where_it_may_write(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     assert not can_write(tmp_path / "file" / "below")
+
+
+def test_doctor_is_asked_for_more_than_the_model_has(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", tiny, "--context", "255"]) == 0
+    assert main(["doctor", tiny, "--context", "256"]) == 2
+    assert "the model's context is 256; give at most 255" in capsys.readouterr().err
+
+
+def test_a_slash_begins_a_command(tiny: str) -> None:
+    done = run("chat", tiny, *QUICK, "--max-tokens", "2", text=b"/foo bar\n/exit\n")
+    assert done.returncode == 0
+    assert b"/foo is no command: /reset begins anew" in done.stderr
+
+
+def test_the_last_newline_of_a_file_is_not_of_the_prompt(tmp_path: Path) -> None:
+    for text, prompt in (("a", "a"), ("a\n", "a"), ("a\n\n", "a\n"), ("a\r\n", "a"), (" a ", " a ")):
+        (tmp_path / "prompt").write_bytes(text.encode())
+        assert read_prompts(("first",), (str(tmp_path / "prompt"),)) == ["first", prompt]
+
+
+def test_priorities_of_prompts(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ("--prompt", "a", "--prompt", "b", "--max-tokens", "2", "--json", "--policy", "priority")
+    for given, code in (((), 0), ((1,), 0), ((1, 2), 0), ((1, 2, 3), 2), ((10**30,), 2)):
+        options = [word for value in given for word in ("--priority", str(value))]
+        assert main(["generate", tiny, *QUICK, *prompts, *options]) == code
+    assert "priority = " in capsys.readouterr().err
 
 
 # --- benchmarks

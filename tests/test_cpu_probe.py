@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from cpu_ops import ISAS
 
+from cpu_ops import ISAS
 from gapless.executor import measure
 from gapless.kernels.cpu import build
 from gapless.kernels.cpu.isa import Isa
@@ -31,7 +31,9 @@ def loops(kernel: str, isa: Isa) -> list[str]:
         env=build.target_environment(isa), capture_output=True, text=True, check=True,
     )  # fmt: skip
     blocks = re.split(r"^(\.LBB\w+):", done.stdout, flags=re.MULTILINE)[1:]
-    return [body for label, body in zip(blocks[::2], blocks[1::2], strict=True) if re.search(rf"\tj\w+\t{label}\b", body)]
+    return [
+        body for label, body in zip(blocks[::2], blocks[1::2], strict=True) if re.search(rf"\tj\w+\t{label}\b", body)
+    ]
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)

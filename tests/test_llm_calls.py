@@ -107,6 +107,8 @@ def test_scoring_what_cannot_be_scored(llm: LLM) -> None:
         llm.score([10**6])
     with pytest.raises(RequestError, match="5000 tokens"):
         llm.score([1] * 5000)
+    with pytest.raises(RequestError, match="token_ids has no tokens to score; give at least one"):
+        llm.score([])
     assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
 
 
@@ -184,6 +186,47 @@ def test_a_lowered_context_is_kept_to(tiny: Path, executor: str) -> None:
         assert len(llm.generate([PROMPT], LONG)[0].token_ids) == 8
         with pytest.raises(RequestError, match="48 tokens and the context holds 48"):
             llm.generate([[5] * 48])
+
+
+def test_remedies_for_a_prompt_that_is_too_long(tiny: Path) -> None:
+    """Each names what would help, and no more."""
+    for options, remedy in (
+        ({"context_tokens": 48}, "shorten the prompt, or raise the context"),
+        ({"kv_memory_bytes": 1 << 16}, "shorten the prompt, or raise kv-memory"),
+        ({}, "shorten the prompt; the model has no longer context"),
+    ):
+        with LLM(tiny, threads=1, max_running=2, **options) as llm, pytest.raises(RequestError) as caught:  # type: ignore[arg-type]
+            llm.generate([[5] * 5000])
+        assert caught.value.remedy == remedy
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(
+    ("priority", "message"),
+    [
+        ("high", "priority = 'high' is not a whole number"), (None, "priority = None"), (1.5, "priority = 1.5"),
+        (True, "priority = True"), (10**30, "is too large"), ([1, "x"], "priority = 'x'"), ([1], "1 priorities for 2"),
+        ({1: 2}, "priority = {1: 2}"),
+    ],
+)  # fmt: skip
+def test_priorities_that_are_none(tiny: Path, policy: str, priority: object, message: str) -> None:
+    """They are refused whatever the policy makes of them, and the model goes on."""
+    with LLM(tiny, threads=1, kv_memory_bytes=1 << 20, policy=policy) as llm:
+        with pytest.raises(RequestError, match=re.escape(message)):
+            llm.generate([PROMPT, PROMPT], GREEDY, priority=priority)  # type: ignore[arg-type]
+        assert len(llm.generate([PROMPT], GREEDY, priority=np.int64(3))[0].token_ids) == 12  # type: ignore[arg-type]
+
+
+def test_a_priority_for_each_prompt(tiny: Path) -> None:
+    ended: list[int] = []
+
+    def note(number: int, piece: StreamPiece) -> None:
+        if piece.finish_reason is not None:
+            ended.append(number)
+
+    with LLM(tiny, threads=1, kv_memory_bytes=1 << 20, policy="priority", max_running=1) as llm:
+        llm.generate([PROMPT] * 3, GREEDY, on_text=note, priority=[-1, 5, 2])
+    assert ended == [1, 2, 0]
 
 
 # --- what is left open, dropped or forked
@@ -344,7 +387,7 @@ def test_params_that_are_none(llm: LLM, params: object, message: str) -> None:
         llm.generate([PROMPT], params)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "x"}, ["hello"], [None]])
+@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "x"}, ["hello"], [None], [], ()])
 def test_messages_that_are_no_conversation(llm: LLM, messages: object) -> None:
     with pytest.raises(RequestError, match="messages = "):
         llm.chat(messages)  # type: ignore[arg-type]

@@ -380,8 +380,12 @@ def test_a_hub_cache_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("  ", "give one of"),
         ("x" * 10_000, "x..."),
         ("a\0b", "give one of"),
-        ("~nobody-of-this-name/m.gguf", "give one of"),
-        ("./m.gguf", "no built-in model and no path"),
+        ("~nobody-of-this-name/m.gguf", "no such file or folder"),
+        ("./m.gguf", "no such file or folder"),
+        ("m.gguf", "no such file or folder"),
+        ("/models/llama", "no such file or folder"),
+        ("some/where/deep", "no such file or folder"),
+        ("org/repo/m.gguf", "hf:ORG/REPO/FILE.gguf"),
     ],
 )
 def test_unknown_names_say_what_is_possible(name: str, hint: str) -> None:

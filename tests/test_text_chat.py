@@ -161,6 +161,17 @@ def test_a_message_is_an_object() -> None:
         template(CHATML).render([USER, "hi"])  # type: ignore[list-item]
 
 
+def test_parts_of_a_content_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "ab"
+
+
+@pytest.mark.parametrize("part", ["x", None, {"type": "image_url", "image_url": {}}, {"type": "text"}, {"text": "a"}])
+def test_parts_that_are_no_text(part: object) -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\].content\[1\] = .* is no text; give parts like"):
+        render("{{ messages }}", [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
+
+
 @pytest.mark.parametrize(
     "source",
     [

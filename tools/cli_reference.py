@@ -36,7 +36,7 @@ Text is UTF-8; where standard output has another encoding, JSON escapes what tha
 
 def reference() -> str:
     parts = [HEAD]
-    context = click.Context(app, info_name="gapless")
+    context = click.Context(app, info_name="gapless", **app.context_settings)
     for name in app.list_commands(context):
         command = app.get_command(context, name)
         assert command is not None

@@ -10,8 +10,7 @@ from pathlib import Path
 from protocol import Timing, claim_stdout, die_with_parent, serve
 
 from gapless import __version__
-from gapless.arch.sizes import weight_infos
-from gapless.bench import run_once
+from gapless.bench import held_bytes, held_weights, run_once
 from gapless.doctor import decode_work, measure_ceilings
 from gapless.kernels.cpu.abi import PAGE_TOKENS
 from gapless.kernels.cpu.kv import page_bytes
@@ -45,8 +44,8 @@ class Gapless:
         pages = -(-cache_tokens // PAGE_TOKENS)
         room = pages * page_bytes(load_model(Path(model)).spec, "f16")
         self.llm = LLM(model, threads=threads, kv_memory_bytes=room)
-        self._ceilings = measure_ceilings(threads, self.llm.model.weights_bytes)
-        self._infos = weight_infos(self.llm.model.weights)
+        self._ceilings = measure_ceilings(threads, held_bytes(self.llm))
+        self._infos = held_weights(self.llm)
         rng = random.Random(0)
         for _ in range(0, pages * PAGE_TOKENS, FILL_TOKENS):
             run_once(self.llm, [[rng.randrange(100, 32_000) for _ in range(FILL_TOKENS)]], 1)
@@ -59,9 +58,9 @@ class Gapless:
             prefill_s=run.prefill_s,
             prefill_tokens=sum(map(len, prompts)),
             decode_s=run.decode_s,
-            decode_tokens=round(run.decode_tokens_per_s * run.decode_s),
+            decode_tokens=run.decode_tokens,
             floor_tpot_s=self._ceilings.floor_s(work),
-            weights_bytes=self.llm.model.weights_bytes,
+            weights_bytes=held_bytes(self.llm),
             host_share=run.host_share,
         )
 

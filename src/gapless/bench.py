@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
 import resource
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from gapless.arch.sizes import WeightInfo, weight_infos
-from gapless.arch.spec import LayerWeights, ModelSpec, ModelWeights
+from gapless.arch.spec import ModelWeights
 from gapless.doctor import Ceilings
-from gapless.engine import Engine, Sink
+from gapless.engine import Engine, EngineStats, Sink
 from gapless.errors import RequestError
 from gapless.kernels.count import StepCounter
-from gapless.kernels.cpu.abi import PAGE_TOKENS
+from gapless.kernels.cpu.held import kv_element_bytes, packed_infos
 from gapless.kernels.cpu.isa import select
-from gapless.kernels.cpu.kv import KvDtype, page_bytes
-from gapless.kernels.cpu.pack import layout_of
-from gapless.kernels.cpu.packing import PackedShape
+from gapless.kernels.cpu.kv import KvDtype
 from gapless.llm import LLM
-from gapless.models.tensor import WeightTensor
 from gapless.request import FinishReason
 from gapless.sampling import SamplingParams
 from gapless.step import TokenLogprobs
@@ -36,9 +34,13 @@ class Run:
 
     Attributes:
         prefill_tokens_per_s: prompt tokens over the time until every request has its first token.
-        decode_tokens_per_s: tokens that came after that moment, over the time until the last.
+        decode_tokens_per_s: tokens of the steps in which every request decodes, over their time; 0 if there are none.
+        prefill_s: until every request has its first token.
+        decode_s: from then to the last token of all.
+        decode_tokens: that come in that time.
         ttft_s: mean time to first token.
-        tpot_s: mean over requests of the time per token after the first.
+        tpot_s: time per token of a request while every request decodes; 0 if no step has them all.
+        request_tpot_s: mean over requests of the time per token after the first, with whatever ran beside them.
         host_share: time outside the executor over time in the engine's loop.
     """
 
@@ -46,18 +48,25 @@ class Run:
     decode_tokens_per_s: float
     prefill_s: float
     decode_s: float
+    decode_tokens: int
     ttft_s: float
     tpot_s: float
+    request_tpot_s: float
     host_share: float
 
 
 class _Clock(Sink):
-    def __init__(self) -> None:
+    """When the tokens of a request come: in which step, and at what time."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
+        self.steps: list[int] = []
         self.times: list[float] = []
         self.done = False
         self.error: Exception | None = None
 
     def on_token(self, token: int, logprobs: TokenLogprobs | None) -> bool:
+        self.steps.append(self._stats.steps)
         self.times.append(time.perf_counter())
         return False
 
@@ -66,11 +75,15 @@ class _Clock(Sink):
 
 
 def run_once(llm: LLM, prompts: Sequence[Sequence[int]], output_tokens: int) -> Run:
-    """Run the prompts together, each to exactly ``output_tokens`` tokens, greedily. Raises RequestError."""
+    """Run the prompts together, each to exactly ``output_tokens`` tokens, greedily.
+
+    Raises RequestError if they do not fit the context, or cannot all run at once.
+    """
     engine: Engine = llm.engine
     sampling = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
-    _check_context(llm, max(map(len, prompts)), output_tokens)
-    clocks = [_Clock() for _ in prompts]
+    _check_room(llm, len(prompts), max(map(len, prompts)), output_tokens)
+    clocks = [_Clock(engine.stats) for _ in prompts]
+    landed: dict[int, float] = {}
     before = (engine.stats.busy_s, engine.stats.executor_s)
     started = time.perf_counter()
     for prompt, clock in zip(prompts, clocks, strict=True):
@@ -78,68 +91,94 @@ def run_once(llm: LLM, prompts: Sequence[Sequence[int]], output_tokens: int) -> 
     with engine.driving:
         while not all(c.done for c in clocks):
             engine.step()
+            landed[engine.stats.steps] = time.perf_counter()
     for clock in clocks:
         if clock.error is not None:
             raise clock.error
     busy, inside = engine.stats.busy_s - before[0], engine.stats.executor_s - before[1]
-    return _summary(clocks, started, sum(map(len, prompts)), 1.0 - inside / busy)
+    return _summary(clocks, landed, started, sum(map(len, prompts)), 1.0 - inside / busy)
 
 
-def _check_context(llm: LLM, prompt_tokens: int, output_tokens: int) -> None:
-    limit = llm.scheduler.validate(prompt_tokens)
-    if prompt_tokens + output_tokens > limit:
+def _check_room(llm: LLM, batch: int, prompt_tokens: int, output_tokens: int) -> None:
+    """A batch whose requests wait for one another measures neither prompts nor steps of that batch."""
+    limit, total = llm.scheduler.validate(prompt_tokens), prompt_tokens + output_tokens
+    if total > limit:
         raise RequestError(
-            f"prompt-tokens + output-tokens = {prompt_tokens + output_tokens} exceeds the context of {limit}",
-            "lower them or raise --context",
+            f"prompt-tokens + output-tokens = {total} exceeds the context of {limit}",
+            f"lower them{llm.scheduler.context_remedy}",
+        )
+    if batch > llm.scheduler.max_running:
+        raise RequestError(
+            f"batch = {batch} is more than the {llm.scheduler.max_running} requests that run at once",
+            "lower it or raise max-running",
+        )
+    capacity = llm.executor.capacity
+    pages, of_prompt = -(-total // capacity.page_tokens), -(-prompt_tokens // capacity.page_tokens)
+    # A request is admitted where each of the others has a page to grow into.
+    needed, there = max(batch * pages, batch * (of_prompt + 1) - 1), capacity.n_pages
+    if needed > there:
+        megabytes = math.ceil(needed * getattr(llm.executor, "kv_bytes", 0) / there / 1e6)
+        raise RequestError(
+            f"batch = {batch} requests of {total} tokens do not fit the cache together: it holds {there} pages of "
+            f"{capacity.page_tokens} tokens and they need {needed}",
+            "lower batch or tokens" + (f", or raise kv-memory to {megabytes}MB" if megabytes else ""),
         )
 
 
-def _summary(clocks: Sequence[_Clock], started: float, prompt_tokens: int, host_share: float) -> Run:
+def _summary(
+    clocks: Sequence[_Clock], landed: Mapping[int, float], started: float, prompt_tokens: int, host_share: float
+) -> Run:
     first = max(c.times[0] for c in clocks)
     last = max(c.times[-1] for c in clocks)
     late = sum(t > first for c in clocks for t in c.times)
     gaps = [(c.times[-1] - c.times[0]) / (len(c.times) - 1) for c in clocks if len(c.times) > 1]
+    begun, ended = max(c.steps[0] for c in clocks), min(c.steps[-1] for c in clocks)
+    together = sum(begun < step <= ended for c in clocks for step in c.steps)
+    together_s = landed[ended] - landed[begun]
     return Run(
         prefill_tokens_per_s=prompt_tokens / (first - started),
-        decode_tokens_per_s=late / (last - first) if late else 0.0,
+        decode_tokens_per_s=together / together_s if together else 0.0,
         prefill_s=first - started,
         decode_s=last - first,
+        decode_tokens=late,
         ttft_s=statistics.fmean(c.times[0] - started for c in clocks),
-        tpot_s=statistics.fmean(gaps) if gaps else 0.0,
+        tpot_s=together_s * len(clocks) / together if together else 0.0,
+        request_tpot_s=statistics.fmean(gaps) if gaps else 0.0,
         host_share=host_share,
     )
 
 
 def benchmark(
-    llm: LLM, *, batch: int, prompt_tokens: int, output_tokens: int, runs: int, kv_dtype: KvDtype, ceilings: Ceilings,
-    float_weights: bool = False, seed: int | None = None,
+    llm: LLM, *, batch: int, prompt_tokens: int, output_tokens: int, runs: int, kv_dtype: KvDtype,
+    measure: Callable[[], Ceilings], float_weights: bool = False, seed: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Medians and spreads of ``runs`` runs with fresh random prompts, after one that warms up; then floors and sizes.
 
-    Where no token follows another there is no decode rate and no time per token: they are None.
+    Where no step has all requests decoding there is no decode rate and no time per token: they are None.
+
+    Args:
+        measure: gives the machine's ceilings. They are measured before the runs and after: others may take from one
+            measurement what they leave to the runs, and a ceiling is the most that was reached.
 
     Raises:
-        RequestError: the tokens of a request do not fit the context.
+        RequestError: the tokens of a request do not fit the context, or the requests do not fit the cache together.
     """
-    _check_context(llm, prompt_tokens, output_tokens)  # before prompts of any length are drawn
+    _check_room(llm, batch, prompt_tokens, output_tokens)  # before prompts of any length are drawn
     rng = random.Random(seed)
     ids = range(min(FIRST_ID, llm.spec.vocab_size - 1), llm.spec.vocab_size)
 
     def prompts() -> list[list[int]]:
         return [rng.choices(ids, k=prompt_tokens) for _ in range(batch)]
 
+    ceilings = measure()
     run_once(llm, prompts(), min(output_tokens, 8))
     results = [run_once(llm, prompts(), output_tokens) for _ in range(runs)]
-    figures = {field.name: [getattr(r, field.name) for r in results] for field in fields(Run)}
-    medians: dict[str, float | None] = {name: statistics.median(values) for name, values in figures.items()}
-    spread: dict[str, list[float] | None] = {name: [min(values), max(values)] for name, values in figures.items()}
-    for name in ("decode_tokens_per_s", "tpot_s"):
-        if not medians[name]:
-            medians[name] = spread[name] = None
+    ceilings = ceilings.highest(measure())
+    medians, spread = _medians(results)
     kv_bytes = kv_element_bytes(llm.spec, kv_dtype)
     counter = StepCounter(llm.spec, held_weights(llm, float_weights=float_weights), kv_element_bytes=kv_bytes)
     return {
-        "model": llm.model.name,
+        "model": llm.name,
         "batch": batch,
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
@@ -153,6 +192,19 @@ def benchmark(
         "isa": getattr(llm.executor, "isa", None),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+_SHOWN = tuple(field.name for field in fields(Run) if field.name not in ("decode_s", "decode_tokens"))
+_OF_DECODING = ("decode_tokens_per_s", "tpot_s", "request_tpot_s")
+
+
+def _medians(results: Sequence[Run]) -> tuple[dict[str, float | None], dict[str, list[float] | None]]:
+    """Of each figure the median, and the least and the greatest; None for what no run has."""
+    figures = {name: [float(getattr(r, name)) for r in results] for name in _SHOWN}
+    for name in _OF_DECODING:
+        figures[name] = [value for value in figures[name] if value]
+    medians = {name: statistics.median(values) if values else None for name, values in figures.items()}
+    return medians, {name: [min(values), max(values)] if values else None for name, values in figures.items()}
 
 
 def _floors(
@@ -177,12 +229,6 @@ def _floors(
     }
 
 
-def kv_element_bytes(spec: ModelSpec, kv_dtype: KvDtype) -> float:
-    """Bytes of a cached number, with its part of scales and padding."""
-    numbers = PAGE_TOKENS * sum(2 * layer.attention.kv_dim for layer in spec.layers)
-    return page_bytes(spec, kv_dtype) / numbers
-
-
 def held_bytes(llm: LLM) -> int:
     """Bytes of the weights as the executor holds them."""
     return int(getattr(llm.executor, "weights_bytes", llm.model.weights_bytes))
@@ -195,43 +241,5 @@ def held_weights(llm: LLM, *, float_weights: bool = False) -> ModelWeights[Weigh
         float_weights: as the executor was opened with.
     """
     isa = getattr(llm.executor, "isa", None)
-    if isa is None:
-        return weight_infos(llm.model.weights)
-    sizes = _HeldSizes(select(isa).lanes, float_weights)
     weights = llm.model.weights
-    embed = sizes.matrix(weights.embed)
-    tied = weights.lm_head is weights.embed
-    layers = tuple(sizes.layer(layer) for layer in weights.layers)
-    head = embed if tied else sizes.matrix(weights.lm_head)
-    return ModelWeights(embed, layers, sizes.vector(weights.final_norm), head)
-
-
-@dataclass(frozen=True)
-class _HeldSizes:
-    """Sizes of weights once they are packed. Several that are packed as one share the padding of the last."""
-
-    lanes: int
-    float_weights: bool
-
-    def matrix(self, tensor: WeightTensor, beside: WeightTensor | None = None) -> WeightInfo:
-        """A matrix, or a stack of them; ``beside`` it lies another one, in the layout that holds both."""
-        one, other = (t[0] if t is not None and len(t.shape) == 3 else t for t in (tensor, beside))
-        assert one is not None
-        layout = layout_of((one,) if other is None else (one, other), self.float_weights)
-        shape = PackedShape(layout, one.shape[0], one.shape[1], self.lanes)
-        count = tensor.shape[0] if len(tensor.shape) == 3 else 1
-        return WeightInfo(tensor.shape, count * shape.nbytes)
-
-    def vector(self, tensor: WeightTensor) -> WeightInfo:
-        """A norm or a bias: float32 whatever the file has."""
-        return WeightInfo(tensor.shape, 4 * tensor.shape[-1])
-
-    def layer(self, w: LayerWeights[WeightTensor]) -> LayerWeights[WeightInfo]:
-        present = {f.name: getattr(w, f.name) for f in fields(w) if getattr(w, f.name) is not None}
-        beside = {"gate": w.up, "up": w.gate}
-        return LayerWeights(
-            **{
-                name: self.vector(t) if len(t.shape) == 1 else self.matrix(t, beside.get(name))
-                for name, t in present.items()
-            }
-        )
+    return weight_infos(weights) if isa is None else packed_infos(weights, select(isa).lanes, float_weights)

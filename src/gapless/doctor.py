@@ -26,6 +26,12 @@ class Ceilings:
     bandwidth_bytes_per_s: float
     int8_ops_per_s: float
 
+    def highest(self, other: Ceilings) -> Ceilings:
+        """Of two measurements what each has reached more of."""
+        return Ceilings(
+            max(self.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s), max(self.int8_ops_per_s, other.int8_ops_per_s)
+        )
+
     def floor_s(self, work: Work) -> float:
         """The roofline: no step with this work can take less."""
         return max(self.memory_s(work), self.arithmetic_s(work))
@@ -64,7 +70,6 @@ class FloorReport:
 
     model: str
     family: str
-    weights_bytes: int
     step_bytes: int
     step_flops: int
     context_tokens: int
@@ -116,17 +121,16 @@ def decode_work(
 
 
 def floor_of(
-    name: str, spec: ModelSpec, weights: ModelWeights[WeightInfo], weights_bytes: int, kv_element_bytes: float,
-    context_tokens: int, ceilings: Ceilings,
+    name: str, spec: ModelSpec, weights: ModelWeights[WeightInfo], kv_element_bytes: float, context_tokens: int,
+    ceilings: Ceilings,
 ) -> FloorReport:  # fmt: skip
-    """The floor of a single request's decode step."""
+    """The floor of a single request's decode step, with weights as they are held."""
     work = decode_work(spec, weights, batch=1, context_tokens=context_tokens, kv_element_bytes=kv_element_bytes)
     one_more = decode_work(spec, weights, batch=1, context_tokens=context_tokens + 1, kv_element_bytes=kv_element_bytes)
     floor = ceilings.floor_s(work)
     return FloorReport(
         model=name,
         family=spec.family,
-        weights_bytes=weights_bytes,
         step_bytes=work.memory_bytes,
         step_flops=work.flops,
         context_tokens=context_tokens,

@@ -46,9 +46,9 @@ class EngineStats:
     """Counters since the start.
 
     Attributes:
-        steps: landed.
+        steps: landed; scoring takes none.
         tokens: delivered.
-        executor_s: spent in the executor, launching and waiting to land.
+        executor_s: spent in the executor: launching, waiting to land, scoring.
         busy_s: spent in the loop, in all; idle time between requests is not in it.
     """
 

@@ -57,7 +57,7 @@ class LLM:
         kv_memory_bytes: memory of the cache; enough for ``max_running`` requests of 2,048 tokens within a quarter of
             what is available if None.
         depth: steps in flight; 1 if None.
-        max_step_tokens: token budget of a step; at least ``max_running`` on "cpu".
+        max_step_tokens: token budget of a step; raised to ``max_running`` on "cpu" where it is less.
         policy: "fcfs" or "priority".
         float_weights: compute in float32 whatever the file has.
         prefix_cache: whether computed prefixes are found again.
@@ -98,6 +98,7 @@ class LLM:
             raise GaplessError(f"model = {shown(model)} is neither a name nor a path", "give one of them")
         ordering = by_name(policy)
         _check_executor(executor, isa=isa, kv_dtype=None if kv_dtype == "f16" else kv_dtype)
+        self.name = str(model)
         self.model: LoadedModel = load_model(store.resolve(str(model), progress=download))
         self.tokenizer = Tokenizer.from_model(self.model)
         sizes = {name: count[name] for name in ("context_tokens", "max_running", "max_step_tokens")}
@@ -111,8 +112,9 @@ class LLM:
                 progress=progress,
             )  # fmt: skip
         config = SchedulerConfig(
-            max_running=count["max_running"], context_tokens=count["context_tokens"], prefix_cache=prefix_cache
-        )
+            max_running=count["max_running"], context_tokens=count["context_tokens"], prefix_cache=prefix_cache,
+            model_tokens=self.model.spec.context_tokens,
+        )  # fmt: skip
         try:
             self.engine = Engine(self.executor, Scheduler(self.executor.capacity, ordering, config))
             self._thread = EngineThread(self.engine)
@@ -146,7 +148,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_text: OnText | None = None,
-        priority: int = 0,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Answer all prompts together. Whatever interrupts it, Ctrl-C included, aborts its requests.
 
@@ -154,6 +156,7 @@ class LLM:
             prompts: texts or token ids; one or several.
             params: for all of them, or one for each.
             on_text: called with the prompt's number and each piece of text as it comes.
+            priority: for all of them, or one for each; the greatest goes first where the policy is "priority".
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; nothing is generated then.
@@ -162,7 +165,10 @@ class LLM:
         several = _as_list(prompts)
         ids = [self._ids(prompt) for prompt in several]
         inbox: Inbox = queue.SimpleQueue()
-        call = _Call(self, ids, self._params(params, len(ids)), lambda *x: inbox.put(x), on_text is not None, priority)
+        call = _Call(
+            self, ids, self._params(params, len(ids)), lambda *x: inbox.put(x), on_text is not None,
+            _priorities(priority, len(ids)),
+        )  # fmt: skip
         with contextlib.closing(self._answers(call, inbox)) as answers:
             for number, piece in answers:
                 if on_text is not None:
@@ -223,7 +229,7 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation up to the place of the answer. Raises RequestError for what is none."""
-        if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) for m in messages):
+        if isinstance(messages, str | Mapping) or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise RequestError(
                 f"messages = {shown(messages)} is no list of messages",
                 'give a list like [{"role": "user", "content": ...}]',
@@ -236,6 +242,8 @@ class LLM:
         It has the executor to itself: requests that run meanwhile wait, and the prefix cache is empty afterwards.
         """
         ids = self._ids(token_ids)
+        if not ids:
+            raise RequestError("token_ids has no tokens to score", "give at least one")
         score = getattr(self.executor, "score")  # noqa: B009  (not of every executor)
         self._thread.wake()  # an error now if it has been closed
         scores = self.engine.call(lambda: score(ids))
@@ -327,7 +335,7 @@ class _Call:
         params: Sequence[SamplingParams],
         deliver: Deliver,
         live: bool,
-        priority: int = 0,
+        priorities: Sequence[int] = (0,),
     ) -> None:
         for prompt in prompts:
             llm.scheduler.validate(len(prompt))
@@ -336,8 +344,7 @@ class _Call:
             for number, s in enumerate(params)
         ]
         self._llm = llm
-        self._asked = list(zip(prompts, params, self.collectors, strict=True))
-        self._priority = priority
+        self._asked = list(zip(prompts, params, self.collectors, priorities, strict=True))
         self._requests: list[int] = []
         self._n_ended = 0
 
@@ -350,8 +357,8 @@ class _Call:
         """Submit them. Raises ExecutorError if the model has been closed."""
         self._llm.wake()
         stops = frozenset(self._llm.model.eos_ids)
-        for prompt, sampling, sinks in self._asked:
-            self._requests += self._llm.engine.submit(prompt, sampling, sinks, stop_ids=stops, priority=self._priority)
+        for prompt, sampling, sinks, priority in self._asked:
+            self._requests += self._llm.engine.submit(prompt, sampling, sinks, stop_ids=stops, priority=priority)
         self._llm.wake()
 
     def took(self, piece: StreamPiece) -> None:
@@ -377,6 +384,7 @@ class _Call:
 
 
 _LOOK_S = 1.0  # how often one who waits looks whether anybody is there still
+_PRIORITIES = (-(1 << 31), (1 << 31) - 1)
 _MAY_BE_NONE = ("threads", "kv_memory_bytes", "context_tokens", "depth")
 
 _open_models: weakref.WeakSet[LLM] = weakref.WeakSet()
@@ -414,6 +422,16 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if several and all(isinstance(p, numbers.Integral) for p in several):
         return [several]
     return [p if isinstance(p, str) else _items(f"prompts[{i}]", p) for i, p in enumerate(several)]
+
+
+def _priorities(priority: object, n: int) -> list[int]:
+    """One for each of ``n`` prompts. Raises RequestError."""
+    if isinstance(priority, str | bytes | Mapping) or not isinstance(priority, Iterable):
+        return [whole("priority", priority, *_PRIORITIES)] * n
+    several = [whole("priority", each, *_PRIORITIES) for each in priority]
+    if len(several) != n:
+        raise RequestError(f"{len(several)} priorities for {n} prompts", "give one for all or one for each")
+    return several
 
 
 def _items(name: str, values: Any) -> list[Any]:

@@ -27,6 +27,7 @@ policy's last request gives way and is computed anew later, from what the prefix
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class SchedulerConfig:
         context_tokens: longest request, prompt and answer; the executor's if None.
         arrivals_share: one part in so many of the budget is kept for prompts.
         prefix_cache: whether computed prefixes are found again.
+        model_tokens: the longest context that the model could be given, so that no error advises more than it.
     """
 
     max_running: int | None = None
@@ -66,6 +68,7 @@ class SchedulerConfig:
     context_tokens: int | None = None
     arrivals_share: int = 4
     prefix_cache: bool = True
+    model_tokens: int | None = None
 
 
 @dataclass
@@ -114,6 +117,7 @@ class Scheduler:
             capacity.context_tokens,
             capacity.n_pages * capacity.page_tokens,
         )
+        self._model_tokens = config.model_tokens
         self._prefix_cache = config.prefix_cache
         self._requests: dict[int, Request] = {}  # not finished, or with steps in flight
         self._waiting: list[Request] = []  # by the policy's order
@@ -147,9 +151,21 @@ class Scheduler:
         if n_prompt >= self._longest:
             raise RequestError(
                 f"the prompt has {n_prompt} tokens and the context holds {self._longest}, the answer included",
-                "shorten the prompt, or raise the context and the memory of its cache",
+                f"shorten the prompt{self.context_remedy}",
             )
         return self._longest
+
+    @property
+    def context_remedy(self) -> str:
+        """What else helps a request that is too long, to end a sentence with; empty where nothing does."""
+        held = self.capacity.n_pages * self.capacity.page_tokens
+        if self._longest >= (self._model_tokens or math.inf):
+            return "; the model has no longer context"
+        return ", or raise kv-memory" if self._longest == held else ", or raise the context"
+
+    @property
+    def max_running(self) -> int:
+        return self._max_running
 
     def abort(self, request_id: int) -> bool:
         """End a request at once; False if it is not there (any more)."""

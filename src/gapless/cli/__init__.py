@@ -12,7 +12,10 @@ from gapless import __version__
 from gapless.cli.output import ErrorReport, drop_output, report_error
 from gapless.cli.streams import prepare_streams
 
-EPILOG = "MODEL is a name from 'gapless models', hf:ORG/REPO[@REVISION], or the path of a GGUF file or model folder."
+EPILOG = (
+    "MODEL is a name from 'gapless models', hf:ORG/REPO[@REVISION], hf:ORG/REPO/FILE.gguf, hf:ORG/REPO:QUANT (such as "
+    "Q4_0), or the path of a GGUF file or model folder."
+)
 
 
 class _Commands(click.Group):
@@ -44,9 +47,9 @@ class _Commands(click.Group):
 def app(ctx: click.Context) -> None:
     """LLM inference that waits least.
 
-    Every command takes --json: then standard output carries one JSON value and nothing else; progress and notes
-    go to standard error. An error is one line on standard error and, with --json, an object {"error": ...} on
-    standard output.
+    Every command takes --json: then standard output carries one JSON value and nothing else (of chat, one object a
+    line); progress and notes go to standard error. An error is one line on standard error and, with --json, an
+    object {"error": ...} on standard output.
 
     Exit codes: 0 done, 1 a defect in gapless, 2 a wrong input or a missing resource, 3 a failed device,
     130 interrupted, 141 the reader of standard output has gone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
@@ -18,10 +19,10 @@ _RUNS = click.IntRange(1, 1000)
 
 @click.command("bench")
 @model_argument
-@click.option("--batch", type=_BATCH, default=1, show_default=True, help="Requests that run together.")
-@click.option("--prompt-tokens", type=_TOKENS, default=128, show_default=True, help="Tokens of each prompt.")
-@click.option("--output-tokens", type=_TOKENS, default=128, show_default=True, help="Tokens of each answer.")
-@click.option("--runs", type=_RUNS, default=3, show_default=True, help="Runs whose medians are printed.")
+@click.option("--batch", type=_BATCH, metavar="N", default=1, show_default=True, help="Requests that run together.")
+@click.option("--prompt-tokens", type=_TOKENS, metavar="N", default=128, show_default=True, help="Of each prompt.")
+@click.option("--output-tokens", type=_TOKENS, metavar="N", default=128, show_default=True, help="Of each answer.")
+@click.option("--runs", type=_RUNS, metavar="N", default=3, show_default=True, help="Runs whose medians are printed.")
 @engine_options
 @json_option
 def command(
@@ -35,13 +36,15 @@ def command(
 
     from gapless.bench import benchmark, held_bytes
     from gapless.doctor import measure_ceilings
+    from gapless.llm import DEFAULT_RUNNING
 
-    engine = replace(engine, max_running=max(engine.max_running or 64, batch))
+    if engine.max_running is None:
+        engine = replace(engine, max_running=max(DEFAULT_RUNNING, batch))
     with engine.open(model) as llm:
-        ceilings = measure_ceilings(engine.compute_threads, held_bytes(llm), engine.isa, note)
+        measure = partial(measure_ceilings, engine.compute_threads, held_bytes(llm), engine.isa, note)
         result = benchmark(
             llm, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, runs=runs,
-            kv_dtype=engine.kv_dtype or "f16", ceilings=ceilings, float_weights=engine.float_weights,
+            kv_dtype=engine.kv_dtype or "f16", measure=measure, float_weights=engine.float_weights,
         )  # fmt: skip
     if as_json:
         write_json(result)
@@ -57,13 +60,22 @@ def _print(r: dict[str, Any]) -> None:
         ("load", f"{load}, median of {format_count(r['runs'], 'run')}"),
         ("prefill", f"{_rate(r, 'prefill')}; first token after {format_si(r['ttft_s'], 's')}"),
         ("", _floor(r["floor_prefill_s"], "for the prompts", r["prefill_bound"], r["prefill_floor_share"])),
-        ("decode", f"{_rate(r, 'decode')}; {'-' if r['tpot_s'] is None else format_si(r['tpot_s'], 's')} a token"),
+        ("decode", _decode(r)),
         ("", _floor(r["floor_tpot_s"], "a step", r["bound"], r["floor_share"])),
         ("host", f"{100 * r['host_share']:.1f}% of the time outside the executor"),
-        ("memory", f"{format_bytes(r['kv_bytes'])} cache, {format_bytes(r['peak_rss_bytes'])} peak"),
+        ("memory", f"{format_bytes(r['peak_rss_bytes'])} peak; {format_bytes(r['kv_bytes'])} reserved for the cache"),
     )
     for name, text in lines:
         write(f"{name:8} {text}")
+
+
+def _decode(r: dict[str, Any]) -> str:
+    rate = _rate(r, "decode")
+    if r["tpot_s"] is not None:
+        return f"{rate}; {format_si(r['tpot_s'], 's')} a token"
+    if r["output_tokens"] == 1:
+        return f"{rate}; - a token"
+    return f"{rate}: the first answers ended before the last prompts were read; raise --output-tokens"
 
 
 def _rate(r: dict[str, Any], phase: str) -> str:
@@ -75,4 +87,6 @@ def _rate(r: dict[str, Any], phase: str) -> str:
 
 def _floor(floor_s: float, of: str, bound: str, share: float | None) -> str:
     reached = "" if share is None else f"; {100 * share:.0f}% of that speed reached"
+    if share is not None and share > 1:
+        reached += " (others held the machine while its ceilings were measured)"
     return f"floor {format_si(floor_s, 's')} {of}, bound by {bound}{reached}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gapless.cli.options import EngineOptions, engine_options, json_option, model_argument, sampling_options
+from gapless.cli.options import EngineOptions, engine_options, json_option_of, model_argument, sampling_options
 from gapless.cli.output import ErrorReport, cut_mark, note, printable, report_error, write, write_json
 from gapless.cli.streams import valid_text
 from gapless.errors import RequestError
@@ -28,11 +28,13 @@ _HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 @click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
 @sampling_options(samples=False, max_tokens=512, temperature=0.7, top_p=0.95)
 @engine_options
-@json_option
+@json_option_of("Write a JSON object on a line of standard output for each question.")
 def command(model: str, system: str | None, sampling: SamplingParams, engine: EngineOptions, as_json: bool) -> None:
     """Talk with a model. Lines of standard input are questions.
 
-    With --json there is an object on a line for each of them: the answer, or {"error": ...}; the conversation goes on
+    A line /reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer. No question begins with a slash.
+
+    With --json there is an object on a line for each question: the answer, or {"error": ...}; the conversation goes on
     without a question that failed.
     """
     with contextlib.suppress(ImportError):
@@ -41,7 +43,7 @@ def command(model: str, system: str | None, sampling: SamplingParams, engine: En
     with engine.open(model) as llm:
         llm.template  # noqa: B018  (a model without one is an error now, not after the first question)
         if not as_json:
-            note(f"{llm.model.name}: {_HELP}")
+            note(f"{llm.name}: {_HELP}")
         messages = list(first)
         while (line := _read(as_json)) is not None:
             if line == "/exit":
@@ -49,7 +51,7 @@ def command(model: str, system: str | None, sampling: SamplingParams, engine: En
             if line == "/reset":
                 messages = list(first)
             elif line.startswith("/"):
-                note(_HELP)
+                note(f"{printable(line.split()[0])} is no command: {_HELP}")
             elif line:
                 messages = _turn(llm, messages, line, sampling, as_json)
 
@@ -84,7 +86,7 @@ def _turn(llm: LLM, messages: Messages, line: str, sampling: SamplingParams, as_
     if as_json:
         write_json({"text": answer, "finish_reason": reason})
     else:
-        write(cut_mark() if reason == "length" else "")
+        write(cut_mark() if reason in ("length", "abort") else "")
     return [*asked, {"role": "assistant", "content": answer}]
 
 

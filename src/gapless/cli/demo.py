@@ -52,7 +52,7 @@ def command(engine: EngineOptions, as_json: bool) -> None:
         load_s = time.perf_counter() - started
         outputs, run = _answer(llm, show=not as_json)
         at_once = min(len(QUESTIONS), engine.max_running or len(QUESTIONS))
-        result = {"model": llm.model.name, "load_s": load_s, "at_once": at_once, **run}
+        result = {"model": llm.name, "load_s": load_s, "at_once": at_once, **run}
         result |= {"executor": engine.executor, "float_weights": engine.float_weights}
         result |= _floor(llm, engine, at_once, run["tpot_s"])
     result["answers"] = [
@@ -101,8 +101,9 @@ def _tpot_s(outputs: Sequence[RequestOutput]) -> float | None:
 
 def _floor(llm: LLM, engine: EngineOptions, batch: int, tpot_s: float | None) -> dict[str, Any]:
     """The least time that this machine needs for a step of ``batch`` questions, in the middle of the answers."""
-    from gapless.bench import held_bytes, held_weights, kv_element_bytes
+    from gapless.bench import held_bytes, held_weights
     from gapless.doctor import decode_work, measure_ceilings
+    from gapless.kernels.cpu.held import kv_element_bytes
 
     threads = engine.compute_threads
     ceilings = measure_ceilings(threads, held_bytes(llm), engine.isa, note)

@@ -11,6 +11,7 @@ import click
 from gapless.checks import RANGES
 from gapless.cli.options import DEFAULT_MODEL, Threads, json_option
 from gapless.cli.output import note, write, write_json
+from gapless.errors import RequestError
 from gapless.units import format_bytes, format_count, format_si
 
 if TYPE_CHECKING:
@@ -33,16 +34,23 @@ def command(model: str | None, threads: int | None, isa: str | None, context: in
     MODEL is the default model, if it has been fetched, where none is given. Memory bandwidth is that of reading as
     many bytes as the model's weights have, again and again.
     """
-    from gapless.arch.sizes import weight_infos
     from gapless.doctor import floor_of, inspect_machine
+    from gapless.kernels.cpu.held import kv_element_bytes, packed_infos
+    from gapless.kernels.cpu.isa import select
 
     loaded = _load(model)
+    if loaded is not None and context >= loaded.spec.context_tokens:
+        raise RequestError(
+            f"--context {context} leaves no room for a token: the model's context is {loaded.spec.context_tokens}",
+            f"give at most {loaded.spec.context_tokens - 1}",
+        )
     working_set = NO_MODEL_BYTES if loaded is None else loaded.weights_bytes
     machine = inspect_machine(threads, isa, working_set, note)
     floor = None
     if loaded is not None:
-        infos = weight_infos(loaded.weights)
-        floor = floor_of(loaded.name, loaded.spec, infos, loaded.weights_bytes, 2.0, context, machine.ceilings)
+        infos = packed_infos(loaded.weights, select(machine.isa).lanes, False)
+        kv_bytes = kv_element_bytes(loaded.spec, "f16")
+        floor = floor_of(model or DEFAULT_MODEL, loaded.spec, infos, kv_bytes, context, machine.ceilings)
     if as_json:
         write_json(_object(machine, floor))
     else:

@@ -22,7 +22,10 @@ from gapless.sampling import SamplingParams
 @click.command("generate")
 @model_argument
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to go on from (repeatable).")
-@click.option("--prompt-file", "files", multiple=True, metavar="PATH", help="The same from a file; - is stdin.")
+@click.option("--prompt-file", "files", multiple=True, metavar="PATH",
+              help="The same from a file, without its last newline; - is stdin. Files come after texts.")  # fmt: skip
+@click.option("--priority", "priorities", type=int, multiple=True, metavar="N",
+              help="For --policy priority, the greatest first: one for all prompts, or one for each.")  # fmt: skip
 @click.option("--chat", is_flag=True, help="Put each prompt as a question, in the model's chat format.")
 @sampling_options(samples=True, max_tokens=256)
 @engine_options
@@ -31,6 +34,7 @@ def command(
     model: str,
     prompts: tuple[str, ...],
     files: tuple[str, ...],
+    priorities: tuple[int, ...],
     chat: bool,
     sampling: SamplingParams,
     engine: EngineOptions,
@@ -45,10 +49,11 @@ def command(
     if sampling.logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json: text has no place for them", click.get_current_context())
     texts = read_prompts(prompts, files)
+    priority = priorities if len(priorities) > 1 else (*priorities, 0)[0]
     writer = None if as_json else InOrder(len(texts), sampling.n)
     with engine.open(model) as llm:
         asked = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
-        outputs = llm.generate(asked, sampling, on_text=None if writer is None else writer.take)
+        outputs = llm.generate(asked, sampling, on_text=None if writer is None else writer.take, priority=priority)
     if as_json:
         objects = [_object(number, output, c) for number, output in enumerate(outputs) for c in output.outputs]
         write_json(objects[0] if len(objects) == 1 else objects)

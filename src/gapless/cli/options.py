@@ -24,7 +24,13 @@ DEFAULT_MODEL = "smollm2-135m"
 
 Command = Callable[..., Any]
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON value to standard output.")
+
+def json_option_of(writes: str) -> Callable[[Command], Command]:
+    """``--json``, with what it makes the command write."""
+    return click.option("--json", "as_json", is_flag=True, help=writes)
+
+
+json_option = json_option_of("Write one JSON value to standard output.")
 model_argument = click.argument("model", default=DEFAULT_MODEL)
 required_model_argument = click.argument("model")
 
@@ -100,7 +106,7 @@ _ENGINE = (
     click.option("--kv-memory", metavar="SIZE", help="Memory for cached keys and values, like 2GiB."),
     click.option("--depth", type=click.IntRange(*RANGES["depth"]), metavar="N", help="Steps in flight."),
     click.option("--max-step-tokens", type=click.IntRange(*RANGES["max_step_tokens"]), metavar="N",
-                 help="Token budget of a step."),
+                 help="Token budget of a step, raised to --max-running where it is less."),
     click.option("--policy", type=click.Choice(["fcfs", "priority"]), help="Who goes first  [default: fcfs]"),
     click.option("--float-weights", is_flag=True, help="Compute in float32 whatever the file has."),
     click.option(
@@ -198,12 +204,13 @@ def _nothing() -> None:
 
 
 def read_prompts(prompts: tuple[str, ...], files: tuple[str, ...]) -> list[str]:
-    """The prompts of a command line in order: texts, then files ("-" is standard input)."""
+    """The prompts of a command line in order: texts, then files ("-" is standard input) without their last newline."""
     read = [valid_text(text, f"prompt {number}") for number, text in enumerate(prompts, 1)]
     for name in files:
         try:
             with click.open_file(name, encoding="utf-8") as file:
-                read.append(valid_text(file.read(), f"prompt-file = {name!r}"))
+                text = valid_text(file.read(), f"prompt-file = {name!r}")
+            read.append(text.removesuffix("\n"))  # which ends the file, not the prompt
         except UnicodeDecodeError:
             raise RequestError(f"prompt-file = {name!r} is not UTF-8 text", "convert it first") from None
         except OSError as problem:

@@ -15,7 +15,8 @@ from gapless.units import format_bytes
 def command(model: str, as_json: bool) -> None:
     """Fetch a model and check that it can be read.
 
-    MODEL is a built-in name, hf:ORG/REPO[@REVISION], hf:ORG/REPO/FILE.gguf, or a path.
+    MODEL is a built-in name, hf:ORG/REPO[@REVISION], hf:ORG/REPO/FILE.gguf, hf:ORG/REPO:QUANT (such as Q4_0), or a
+    path.
     """
     from gapless.cli.progress import downloading
     from gapless.models.load import load_model
@@ -29,10 +30,10 @@ def command(model: str, as_json: bool) -> None:
         "path": str(path),
         "format": loaded.format,
         "family": loaded.spec.family,
-        "weights_bytes": loaded.weights_bytes,
+        "tensor_bytes": loaded.weights_bytes,
         "context_tokens": loaded.spec.context_tokens,
     }
     if as_json:
         write_json(facts)
     else:
-        write(f"{path}\n{loaded.spec.family}, {loaded.format}, {format_bytes(loaded.weights_bytes)} of weights")
+        write(f"{path}\n{loaded.spec.family}, {loaded.format}, {format_bytes(loaded.weights_bytes)} of tensors")

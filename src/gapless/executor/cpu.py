@@ -164,7 +164,8 @@ class CpuExecutor:
     def _score_chunks(self, token_ids: Sequence[int]) -> Iterator[F32]:
         """Logits of runs of positions; each is overwritten by the next."""
         n = len(token_ids)
-        if not 0 < n <= self._capacity.context_tokens:
+        assert n > 0
+        if n > self._capacity.context_tokens:
             raise RequestError(
                 f"a text of {n} tokens cannot be scored in a context of {self._capacity.context_tokens}",
                 "score it in parts, or raise the context",

@@ -172,7 +172,10 @@ def _existing_path(name: str) -> Path | None:
 def _unknown(name: str) -> ModelError:
     shown = name if len(name) <= 80 else name[:77] + "..."
     hints = [f"did you mean {close}?" for close in difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.5)]
-    if len(parts := name.split("/")) == 2 and all(parts) and not name.startswith((".", "~")):
+    if len(parts := name.split("/")) == 2 and all(parts) and not name.startswith((".", "~", "/")):
         hints.append(f"for the Hugging Face hub write hf:{shown}.")
+    if name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith((".gguf", ".safetensors")):
+        remedy = "check the path; files of the Hugging Face hub are hf:ORG/REPO/FILE.gguf"
+        return ModelError(f"model {shown!r}: there is no such file or folder", remedy)
     choice = f"give one of {', '.join(BUILTIN)}, {hub.FORMS}, or the path of a GGUF file or model folder"
     return ModelError(f"model {shown!r} is no built-in model and no path", " ".join([*hints, choice]))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from gapless.checks import shown
 from gapless.errors import ModelError, ModelFileError, RequestError
 from gapless.models.files import is_present, read_regular
 from gapless.text.budget import Budget, OverBudget
@@ -69,7 +70,8 @@ class ChatTemplate:
         """The prompt text of a conversation.
 
         Args:
-            messages: each with ``role`` and ``content``, and what else the template knows.
+            messages: each with ``role`` and ``content`` (a text, or a list of parts ``{"type": "text", "text": ...}``,
+                which are joined), and what else the template knows.
             add_generation_prompt: end with the beginning of an answer.
             variables: more for the template, such as ``tools``.
 
@@ -110,7 +112,18 @@ class ChatTemplate:
 def _message(index: int, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{index}] = {message!r:.80} is no object", "give a role and a content")
-    return dict(message)
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    return {**message, "content": "".join(_part(f"messages[{index}].content[{i}]", p) for i, p in enumerate(content))}
+
+
+def _part(name: str, part: object) -> str:
+    """The text of a part of a content, as APIs have them; most templates know texts only."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise RequestError(f"{name} = {shown(part)} is no text", 'give parts like {"type": "text", "text": ...}')
+    return text
 
 
 def _line(problem: BaseException) -> str:

@@ -67,8 +67,8 @@ def compile_kernel(function: Any, n_args: int) -> Any:
     from numba import njit, types
 
     signature = types.void(*[types.int64] * n_args)
-    compiled = njit(signature, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-    return compiled.overloads[signature.args]
+    compiler = njit(signature, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return compiler(function).overloads[signature.args]
 
 
 def manifest(code: bytes, symbols: dict[str, str]) -> bytes:

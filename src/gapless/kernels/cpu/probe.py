@@ -16,7 +16,7 @@ from gapless.kernels.cpu.vec import VI, load_at, store_at
 
 READ_STREAMS = 8
 DOT_TOKENS = 6
-DOT_SUMS = PAIR_GROUPS * DOT_TOKENS  # independent: enough to hide the instruction's latency, few enough for 16 registers
+DOT_SUMS = PAIR_GROUPS * DOT_TOKENS  # independent: enough to hide the latency, few enough for 16 registers
 
 
 def _counted(body: Any, state: list[Any], b: Any, count: Any, step: int) -> list[Any]:
