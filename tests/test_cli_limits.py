@@ -25,6 +25,7 @@ from gapless.cli import app, main
 from gapless.cli.options import EngineOptions, read_prompts
 from gapless.doctor import can_write
 from gapless.llm import LLM
+from gapless.models.load import load_model
 from gapless.outputs import Completion, RequestOutput
 from gapless.sampling import SamplingParams
 from tiny_gguf import write_gguf
@@ -343,6 +344,54 @@ def test_doctor_is_asked_for_more_than_the_model_has(tiny: str, capsys: pytest.C
     assert main(["doctor", tiny, "--context", "255"]) == 0
     assert main(["doctor", tiny, "--context", "256"]) == 2
     assert "the model's context is 256; give at most 255" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_notes_that_nobody_reads_cost_no_answer(tiny: str) -> None:
+    asked = ("generate", tiny, *QUICK, *BASE["generate"], "--context", "100000")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gapless", *asked], stdout=subprocess.PIPE, stderr=full, check=False
+        )
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["completion_tokens"] == 2
+    gone, writing = os.pipe()
+    os.close(gone)
+    done = subprocess.run(
+        [sys.executable, "-m", "gapless", *asked], stdout=subprocess.PIPE, stderr=writing, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, json.loads(done.stdout)["completion_tokens"]) == (0, 2)
+
+
+def test_ctrl_c_while_the_program_is_imported() -> None:
+    interrupting = (
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from gapless.__main__ import run\n"
+        "sys.exit(run())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", interrupting], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_damaged_scale_is_told_in_one_line(tmp_path: Path) -> None:
+    """Not with a library's warnings before it; and it is the file's fault, not a device's."""
+    path = write_gguf(tmp_path / "damaged.gguf", "smollm2", "Q4_0")
+    down = load_model(path).weights.layers[0].down
+    data = bytearray(path.read_bytes())
+    begin = data.index(down.data.tobytes())
+    data[begin : begin + 2] = b"\xff\x7b"  # the largest that half precision has; of it the minimum is 8 times that
+    data[begin + 18 : begin + 20] = b"\x00\x7e"  # not a number
+    path.write_bytes(data)
+    for options in ((), ("--executor", "reference"), ("--float-weights",)):
+        done = run("generate", str(path), "--prompt", "a", "--max-tokens", "2", *options, PYTHONWARNINGS="error")
+        assert done.returncode == 2
+        assert b"finite" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_slash_begins_a_command(tiny: str) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,26 @@ def test_a_cache_that_cannot_be_written_is_named(cache: Path, tmp_path: Path, mo
     assert "cannot be written" in said[0]
     assert "GAPLESS_CACHE" in said[0]
     assert [p.name for p in tmp_path.iterdir()] == ["cache"], "what was for now is gone"
+
+
+def test_a_build_ends_with_who_waits_for_it(tmp_path: Path) -> None:
+    """Whatever ends that: a signal that nothing can be done about included."""
+    starting = "import subprocess, sys, time; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); time.sleep(60)"
+    building = (
+        "import time; from gapless.kernels.cpu import build; build.die_with_parent(); print('on', flush=True); "
+        "time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", starting, sys.executable, "-c", building], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        build_pid = int(parent.stdout.readline())
+        assert parent.stdout.readline() == "on\n"
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{build_pid}").exists() and "Z" not in Path(f"/proc/{build_pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "the build goes on"
+        time.sleep(0.01)
 
 
 class Ended:

@@ -13,7 +13,7 @@ import pytest
 
 from fake_executor import EOS, FakeExecutor, oracle
 from gapless.engine import SEED_STEP, Engine, EngineThread, Sink
-from gapless.errors import ExecutorError, RequestError
+from gapless.errors import ExecutorError, ModelError, RequestError
 from gapless.executor.protocol import Capacity, Executor
 from gapless.executor.reference import ReferenceExecutor
 from gapless.policy import by_name
@@ -294,7 +294,7 @@ def test_a_row_without_a_finite_score_ends_its_own_request(depth: int) -> None:
     run(engine)
     assert sinks[1].ends == ["error"]
     assert sinks[1].tokens == alone((2, 2), 20)[: len(sinks[1].tokens)]
-    assert isinstance(sinks[1].error, ExecutorError)
+    assert isinstance(sinks[1].error, ModelError)
     assert "finite" in str(sinks[1].error)
     assert (sinks[0].tokens, sinks[2].tokens) == (alone((1, 2), 20), alone((3, 2), 20))
 

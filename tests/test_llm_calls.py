@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -11,17 +12,21 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from gapless.errors import ExecutorError, GaplessError, RequestError, ResourceError, UnsupportedModelError
+from gapless.errors import ExecutorError, GaplessError, ModelError, RequestError, ResourceError, UnsupportedModelError
 from gapless.executor.open import cache_pages
 from gapless.llm import LLM
 from gapless.models.load import load_model
-from gapless.outputs import StreamPiece
+from gapless.outputs import RequestOutput, StreamPiece
 from gapless.sampling import SamplingParams
 from tiny_gguf import write_gguf
 
@@ -278,6 +283,68 @@ def test_a_model_that_is_dropped_ends_its_threads(tiny: Path) -> None:
     )
 
 
+class CollectsWhileHeld(deque[object]):
+    """Where commands are kept: the collector runs as they are put there."""
+
+    def extend(self, commands: Iterable[object]) -> None:
+        gc.collect()
+        super().extend(commands)
+
+
+@pytest.mark.parametrize("where", ["on the engine's thread", "while another is submitted"])
+def test_a_stream_may_be_collected_anywhere(tiny: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The collector closes what lies in a cycle on whatever thread it runs on: that must wait for nobody."""
+
+    def leave_in_a_cycle() -> None:
+        stream = llm.stream(PROMPT, LONG)
+        next(stream)
+        cycle: list[object] = [stream]
+        cycle.append(cycle)
+
+    answers: list[RequestOutput] = []
+    llm = LLM(tiny, threads=1, kv_memory_bytes=1 << 24)
+    commit = llm.scheduler.commit
+    gc.disable()
+    try:
+        leave_in_a_cycle()
+        if where == "on the engine's thread":
+            monkeypatch.setattr(llm.scheduler, "commit", lambda result: (gc.collect(), commit(result))[1])
+        else:
+            monkeypatch.setattr(llm.engine, "_commands", CollectsWhileHeld(llm.engine._commands))
+        asking = threading.Thread(target=lambda: answers.extend(llm.generate([PROMPT], GREEDY)), daemon=True)
+        asking.start()
+        asking.join(WAIT_S)
+    finally:
+        gc.enable()
+    assert len(answers) == 1, "it waits for ever"
+    wait_until_idle(llm)
+    llm.close()
+
+
+def test_an_error_keeps_no_model_alive(tiny: Path) -> None:
+    """Whatever is raised of a closed model: neither it nor the callers' frames are held afterwards."""
+
+    class Local:
+        """Something of a caller's."""
+
+    def use() -> tuple[weakref.ref[LLM], weakref.ref[Local]]:
+        llm, local = LLM(tiny, threads=1, kv_memory_bytes=1 << 20), Local()
+        stream = llm.stream(PROMPT, LONG)
+        next(stream)
+        llm.close()
+        for _ in range(3):
+            with pytest.raises(ExecutorError, match="closed") as caught:
+                llm.generate([PROMPT])
+            assert len(traceback.extract_tb(caught.value.__traceback__)) < 10
+            with pytest.raises(ExecutorError, match="closed"):
+                llm.engine.submit(PROMPT, GREEDY, [])
+        return weakref.ref(llm), weakref.ref(local)
+
+    model, local = use()
+    gc.collect()
+    assert model() is local() is None
+
+
 def test_a_forked_process_is_told_and_ends(tiny: Path) -> None:
     found = in_a_process(
         tiny,
@@ -320,7 +387,7 @@ def test_weights_that_are_no_numbers_are_no_answer(tmp_path: Path, executor: str
     data[begin : begin + tensor.nbytes] = b"\xff" * tensor.nbytes
     path.write_bytes(data)
     options = {"threads": 1, "kv_memory_bytes": 1 << 24} if executor == "cpu" else {}
-    with LLM(path, executor=executor, **options) as llm, pytest.raises(ExecutorError, match="finite"):  # type: ignore[arg-type]
+    with LLM(path, executor=executor, **options) as llm, pytest.raises(ModelError, match="finite"):  # type: ignore[arg-type]
         llm.generate([PROMPT, PROMPT], sampling)
 
 
@@ -368,6 +435,32 @@ def test_prompts_that_are_none(llm: LLM, prompts: object, message: str) -> None:
         llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("prompt", [None, 3, b"abc", {5: 1}, {5, 6}, np.array(5), [[5]], [1.5], ["a"]])
+def test_whatever_takes_a_prompt_refuses_what_is_none(llm: LLM, prompt: Any) -> None:
+    async def astream() -> None:
+        async for _ in llm.astream(prompt):
+            pass
+
+    for use in (
+        lambda: llm.generate(["a", prompt]), lambda: llm.stream(prompt), lambda: asyncio.run(astream()),
+        lambda: llm.score(prompt),
+    ):  # fmt: skip
+        with pytest.raises(RequestError):
+            use()
+
+
+@pytest.mark.parametrize("executor", ["cpu", "reference"])
+def test_what_cannot_be_scored_on_either_executor(tiny: Path, executor: str) -> None:
+    with LLM(tiny, executor=executor, threads=1, max_running=2) as llm:  # type: ignore[arg-type]
+        for ids, message in (
+            ([], "no tokens to score"), ("", "no tokens to score"),
+            ([1] * 257, "257 tokens and the context holds 256; score them in parts; the model has no longer context"),
+        ):  # fmt: skip
+            with pytest.raises(RequestError, match=message):
+                llm.score(ids)  # type: ignore[arg-type]
+        assert len(llm.score([1] * 256)) == 255
+
+
 def test_prompts_may_be_arrays(llm: LLM) -> None:
     expected = llm.generate([PROMPT], GREEDY)[0].token_ids
     for prompts in (np.array(PROMPT), np.array([PROMPT], np.int32), tuple(PROMPT), [np.int64(i) for i in PROMPT]):
@@ -378,6 +471,7 @@ def test_prompts_may_be_arrays(llm: LLM) -> None:
     ("params", "message"),
     [
         ({}, "params = {} is no"), ("greedy", "params = 'greedy'"), (3, "params = 3"), ([None], "params has None"),
+        (SamplingParams(stop_token_ids=tuple(range(320)), min_tokens=1), "stop_token_ids has all ids"),
         ([GREEDY, GREEDY], "2 params for 1 prompts"), (SamplingParams(stop_token_ids=(10**6,)), "token id 1000000"),
         (SamplingParams(logit_bias={10**6: 1.0}), "logit_bias has the token id 1000000"),
     ],
@@ -393,10 +487,28 @@ def test_messages_that_are_no_conversation(llm: LLM, messages: object) -> None:
         llm.chat(messages)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({}, "role = None"), ({"content": "a"}, "role = None"), ({"role": "user"}, "content = None"),
+        ({"role": "user", "content": 3}, "content = 3"), ({"role": 1, "content": "a"}, "role = 1"),
+    ],
+)  # fmt: skip
+def test_messages_that_lack_something(llm: LLM, message: dict[str, Any], problem: str) -> None:
+    good = {"role": "user", "content": "a"}
+    with pytest.raises(RequestError, match=rf"messages\[1\]\.{problem} is no text"):
+        llm.chat_prompt([good, message])
+    assert llm.chat_prompt(iter([good])) == llm.chat_prompt((good,)) == llm.chat_prompt([good])  # type: ignore[arg-type]
+
+
 def test_a_tokenizer_that_knows_more_than_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ids would be looked up behind the end of the embedding."""
     monkeypatch.setattr(llm.tokenizer, "encode", lambda text, **_: [5, llm.spec.vocab_size])
-    for use in (lambda: llm.generate(["a"]), lambda: next(llm.stream("a")), lambda: llm.chat([{"role": "user"}])):
+    for use in (
+        lambda: llm.generate(["a"]),
+        lambda: next(llm.stream("a")),
+        lambda: llm.chat([{"role": "user", "content": "a"}]),
+    ):
         with pytest.raises(RequestError, match="token id"):
             use()
 
@@ -408,10 +520,12 @@ def test_a_vocabulary_too_large_for_exact_sums(tiny: Path, monkeypatch: pytest.M
         LLM(tiny, executor=executor)  # type: ignore[arg-type]
 
 
-def pages(context_tokens: int | None = None, *, memory: int | None = None, available: int = 10**12) -> int:
+def pages(
+    context_tokens: int | None = None, *, memory: int | None = None, available: int = 10**12, model_context: int = 8192
+) -> int:
     """Of 1,000 bytes, for a model of 8,192 tokens and 64 requests at once."""
     return cache_pages(
-        1000, model_context=8192, context_tokens=context_tokens, max_running=64, kv_memory_bytes=memory,
+        1000, model_context=model_context, context_tokens=context_tokens, max_running=64, kv_memory_bytes=memory,
         available=available,
     )  # fmt: skip
 
@@ -424,6 +538,7 @@ def test_the_cache_has_room_for_what_is_likely() -> None:
     assert pages(8192, available=4_000) == 512, "the context that was asked for, whatever it takes"
     assert pages(100_000, available=4_000) == 512, "no more than the model's"
     assert pages(available=0) == 4
+    assert pages(available=10**12, model_context=1 << 31) == 1 << 16, "a claim makes no room beyond a million tokens"
     assert pages(memory=10_500) == 10
     with pytest.raises(ResourceError, match="512000 bytes of cache and kv-memory = 10500"):
         pages(8192, memory=10_500)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gapless.arch.spec import ExpertSpec, RopeSpec
-from gapless.errors import ExecutorError
+from gapless.errors import ModelError
 from gapless.executor.reference import ReferenceExecutor
 from gapless.kernels.reference import DenseWeights, PagedKV, activate, matmul, rotate
 from gapless.sampling import SamplingParams
@@ -159,7 +159,7 @@ def test_suppressed_ids_are_free_once_min_tokens_exist() -> None:
 def test_reading_an_unwritten_page_is_an_error() -> None:
     model = tiny_model()
     executor = ReferenceExecutor(model.spec, model.weights, page_tokens=4)
-    with pytest.raises(ExecutorError, match="not finite"):
+    with pytest.raises(ModelError, match="not finite"):
         run(executor, Span(100, 0, 4, 2, (0, 1), sample=True), admissions=(admit(0, text(6)),))
 
 

@@ -50,6 +50,11 @@ def test_one_stop_string_is_one() -> None:
     assert SamplingParams(stop_token_ids=[np.int64(3)]).stop_token_ids == (3,)  # type: ignore[arg-type]
 
 
+def test_arrays_without_a_dimension_are_no_lists() -> None:
+    assert "stop_token_ids = array(5) is not a list" in refused(stop_token_ids=np.array(5))
+    assert "stop = array('a'" in refused(stop=np.array("a"))
+
+
 def test_none_is_none_where_there_may_be_none() -> None:
     params = SamplingParams(
         stop=None, stop_token_ids=None, logit_bias=None, seed=None, logprobs=None, max_tokens=None  # type: ignore[arg-type]

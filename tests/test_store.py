@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -362,6 +363,20 @@ def test_a_cache_that_may_not_be_used(cache: Path, monkeypatch: pytest.MonkeyPat
     assert not any(m.present for m in list_models())
     with pytest.raises(DownloadError, match=r"cannot be written \(Permission denied\); set GAPLESS_CACHE"):
         pull("fake-1")
+
+
+@pytest.mark.parametrize("command", [("models",), ("pull", "hf:org/repo")])
+@pytest.mark.parametrize("name", ["HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"])
+def test_a_variable_that_the_hub_cannot_read(name: str, command: tuple[str, ...]) -> None:
+    """It is named, its value is not, and standard output has nothing but JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gapless", *command, "--json"],
+        capture_output=True, text=True, env={**os.environ, name: "s3cret"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert name in json.loads(done.stdout)["error"]["problem"]
+    assert "s3cret" not in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_hub_cache_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,7 +379,10 @@ def test_a_chat_is_valid_unicode(source: str) -> None:
 
 
 def test_a_lone_surrogate_that_is_written_as_an_escape_does_no_harm() -> None:
-    assert render("{{ messages[0].content | tojson(ensure_ascii=true) }}", [{"content": "\udfff"}]) == '"\\udfff"'
+    assert (
+        render("{{ messages[0].content | tojson(ensure_ascii=true) }}", [{"role": "", "content": "\udfff"}])
+        == '"\\udfff"'
+    )
 
 
 def test_the_messages_are_the_callers_own() -> None:

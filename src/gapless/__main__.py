@@ -1,8 +1,17 @@
-"""``python -m gapless``."""
+"""``python -m gapless``, and the command ``gapless``."""
 
 import sys
 
-from gapless.cli import main
+
+def run() -> int:
+    """``gapless.cli.main``; a Ctrl-C while it is imported ends as quietly as one later."""
+    try:
+        from gapless.cli import main
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from gapless.errors import ExecutorError
+from gapless.errors import ExecutorError, ModelError
 from gapless.executor.protocol import Executor
 from gapless.machine import start_thread
 from gapless.request import FinishReason, Request
@@ -68,6 +68,13 @@ class EngineStats:
         return self.host_s / self.busy_s if self.busy_s else 0.0
 
 
+def _anew(kept: ExecutorError) -> ExecutorError:
+    """An error of their own for whom it is raised to: one that is kept would keep the frames of all of them."""
+    anew = ExecutorError(kept.problem, kept.remedy)
+    anew.__cause__ = kept.__cause__
+    return anew
+
+
 class Engine:
     """Drives an executor with a scheduler.
 
@@ -84,7 +91,7 @@ class Engine:
         self._sinks: dict[int, Sink] = {}
         self._ids = itertools.count()
         self._commands: deque[Callable[[], None]] = deque()
-        self._posting = threading.Lock()
+        self._posting = threading.RLock()  # a finalizer may abort its request while this very thread submits another
         self._ended: ExecutorError | None = None
         self._n_launched = 0
         self._inside_s = 0.0
@@ -140,7 +147,7 @@ class Engine:
         """Have commands taken at the next step, all or none."""
         with self._posting:
             if self._ended is not None:
-                raise self._ended
+                raise _anew(self._ended)
             self._commands.extend(commands)
 
     # --- by the thread that drives
@@ -174,7 +181,7 @@ class Engine:
             self._commands.popleft()()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            self._tell(sink, reason, why if reason == "error" else None)
+            self._tell(sink, reason, _anew(why) if reason == "error" else None)
 
     def _inside(self, use: Callable[[], T]) -> T:
         """Call the executor, and measure how long it takes."""
@@ -197,7 +204,7 @@ class Engine:
             if sink is None:
                 continue  # a sink before it has ended them all
             if token < 0:
-                problem = ExecutorError("no score of the next token is a finite number", DAMAGED)
+                problem = ModelError("no score of the next token is a finite number", DAMAGED)
                 self._finish(request.request_id, "error", problem, ended=True)
                 continue
             try:
@@ -231,7 +238,7 @@ class Engine:
 
     def _call(self, use: Callable[[], T], future: Future[T]) -> None:
         if self._ended is not None:
-            future.set_exception(self._ended)
+            future.set_exception(_anew(self._ended))
             return
         try:
             while self._n_launched:
@@ -282,7 +289,7 @@ class EngineThread:
                 "open it after the fork, or start processes by multiprocessing's spawn",
             )
         if self._ended is not None:
-            raise self._ended
+            raise _anew(self._ended)
         self._work.put(None)
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ import numbers
 import queue
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -162,6 +162,8 @@ class LLM:
             RequestError: a prompt or its parameters cannot be served; nothing is generated then.
             ExecutorError: a step failed.
         """
+        if on_text is not None and not callable(on_text):
+            raise RequestError(f"on_text = {shown(on_text)} cannot be called", "give a function of two arguments")
         several = _as_list(prompts)
         ids = [self._ids(prompt) for prompt in several]
         inbox: Inbox = queue.SimpleQueue()
@@ -169,10 +171,13 @@ class LLM:
             self, ids, self._params(params, len(ids)), lambda *x: inbox.put(x), on_text is not None,
             _priorities(priority, len(ids)),
         )  # fmt: skip
-        with contextlib.closing(self._answers(call, inbox)) as answers:
-            for number, piece in answers:
-                if on_text is not None:
-                    on_text(number, piece)
+        try:
+            with contextlib.closing(self._answers(call, inbox)) as answers:
+                for number, piece in answers:
+                    if on_text is not None:
+                        on_text(number, piece)
+        finally:
+            self._await_end(call, inbox)
         call.raise_error()
         return [
             RequestOutput(prompt if isinstance(prompt, str) else None, tokens, [c.completion for c in samples])
@@ -185,7 +190,7 @@ class LLM:
         Raises RequestError, and ExecutorError in place of the last piece.
         """
         inbox: Inbox = queue.SimpleQueue()
-        call = _Call(self, [self._ids(prompt)], self._params(params, 1), lambda *x: inbox.put(x), live=True)
+        call = _Call(self, [self._ids(_one(prompt))], self._params(params, 1), lambda *x: inbox.put(x), live=True)
 
         def pieces() -> Iterator[StreamPiece]:
             with contextlib.closing(self._answers(call, inbox)) as answers:
@@ -205,7 +210,7 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the event loop has been closed over the stream
                 loop.call_soon_threadsafe(inbox.put_nowait, piece)
 
-        call = _Call(self, [self._ids(prompt)], self._params(params, 1), deliver, live=True)
+        call = _Call(self, [self._ids(_one(prompt))], self._params(params, 1), deliver, live=True)
         try:
             call.start()
             while call.n_open > 0:
@@ -229,21 +234,25 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation up to the place of the answer. Raises RequestError for what is none."""
-        if isinstance(messages, str | Mapping) or not messages or not all(isinstance(m, Mapping) for m in messages):
-            raise RequestError(
-                f"messages = {shown(messages)} is no list of messages",
-                'give a list like [{"role": "user", "content": ...}]',
-            )
-        return self.tokenizer.encode(self.template.render(messages), add_special=False)
+        remedy = 'give a list like [{"role": "user", "content": ...}]'
+        given = _items("messages", messages, remedy)
+        if not given or not all(isinstance(message, Mapping) for message in given):
+            raise RequestError(f"messages = {shown(messages)} is no list of messages", remedy)
+        return self.tokenizer.encode(self.template.render(given), add_special=False)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Natural log-probability of each token after the first, given those before it.
 
         It has the executor to itself: requests that run meanwhile wait, and the prefix cache is empty afterwards.
         """
-        ids = self._ids(token_ids)
+        ids, context = self._ids(_one(token_ids)), self.executor.capacity.context_tokens
         if not ids:
             raise RequestError("token_ids has no tokens to score", "give at least one")
+        if len(ids) > context:
+            raise RequestError(
+                f"token_ids has {len(ids)} tokens and the context holds {context}",
+                f"score them in parts{self.scheduler.context_remedy}",
+            )
         score = getattr(self.executor, "score")  # noqa: B009  (not of every executor)
         self._thread.wake()  # an error now if it has been closed
         scores = self.engine.call(lambda: score(ids))
@@ -267,7 +276,10 @@ class LLM:
         self._thread.wake()
 
     def _answers(self, call: _Call, inbox: Inbox) -> Generator[tuple[int, StreamPiece], None, None]:
-        """Start a call and yield what it delivers; aborts it and waits for its end if it is left before."""
+        """Start a call and yield what it delivers; aborts it if it is left before.
+
+        It does not wait for the end then: the garbage collector may be who closes it, on any thread and at any moment.
+        """
         try:
             call.start()
             while call.n_open > 0:
@@ -276,9 +288,12 @@ class LLM:
                 yield number, piece
         finally:
             call.abort()
-            with contextlib.suppress(ExecutorError):
-                while call.n_open > 0 and not sys.is_finalizing():
-                    call.took(self._next(inbox)[1])
+
+    def _await_end(self, call: _Call, inbox: Inbox) -> None:
+        """Wait until a call that has been aborted is over."""
+        with contextlib.suppress(ExecutorError):
+            while call.n_open > 0 and not sys.is_finalizing():
+                call.took(self._next(inbox)[1])
 
     def _next(self, inbox: Inbox) -> tuple[int, StreamPiece]:
         """What is delivered next. Raises ExecutorError if nobody is left to deliver anything."""
@@ -434,7 +449,14 @@ def _priorities(priority: object, n: int) -> list[int]:
     return several
 
 
-def _items(name: str, values: Any) -> list[Any]:
-    if isinstance(values, bytes | bytearray | Mapping) or not isinstance(values, Iterable):
-        raise RequestError(f"{name} = {shown(values)} is no prompt", "give a text or a list of token ids")
-    return list(values)
+def _one(prompt: Any) -> Prompt:
+    """A prompt: a text, or what is a list of token ids. Raises RequestError for anything else."""
+    return prompt if isinstance(prompt, str) else _items("prompt", prompt)
+
+
+def _items(name: str, values: Any, remedy: str = "give a text or a list of token ids") -> list[Any]:
+    """What can be gone through, in an order of its own. Raises RequestError for what cannot."""
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | bytearray | Mapping | Set):
+        with contextlib.suppress(TypeError):  # NumPy's arrays without a dimension say only now that they are none
+            return list(values)
+    raise RequestError(f"{name} = {shown(values)} is no list", remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -85,6 +86,10 @@ class SamplingParams:
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise RequestError(f"{name} has the token id {token}", f"give ids from 0 to {vocab_size - 1}")
+        if self.min_tokens > 0 and len(set(self.stop_token_ids)) == vocab_size:
+            raise RequestError(
+                f"stop_token_ids has all ids and min_tokens = {self.min_tokens} allows none of them", "lower min_tokens"
+            )
 
 
 _NUMBERS: tuple[tuple[str, float, float], ...] = (
@@ -143,6 +148,7 @@ def _id(name: str, token: Any) -> int:
 def _tuple(name: str, values: Any, remedy: str) -> tuple[Any, ...]:
     if values is None:
         return ()
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise RequestError(f"{name} = {shown(values)} is not a list", remedy)
-    return tuple(values)
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
+        with contextlib.suppress(TypeError):  # NumPy's arrays without a dimension say only now that they are none
+            return tuple(values)
+    raise RequestError(f"{name} = {shown(values)} is not a list", remedy)

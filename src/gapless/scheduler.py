@@ -141,8 +141,8 @@ class Scheduler:
         request.limit = longest if wanted is None else min(len(request.prompt) + wanted, longest)
         request.arrival = self._n_arrivals
         self._n_arrivals += 1
-        self._requests[request.request_id] = request
         self._insert(self._waiting, request)
+        self._requests[request.request_id] = request
 
     def validate(self, n_prompt: int) -> int:
         """The most tokens, prompt and answer, of a request. Raises RequestError if its prompt is too long."""

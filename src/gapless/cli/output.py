@@ -83,8 +83,9 @@ def cut_mark() -> str:
 
 
 def note(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """A line on standard error, if anybody reads it: what is asked for goes on without."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gapless.arch.decoder import forward
 from gapless.arch.spec import ModelSpec, ModelWeights
-from gapless.errors import ExecutorError, RequestError, ResourceError
+from gapless.errors import ExecutorError, ResourceError
 from gapless.executor.cpu_step import Slots, StepMemory, single_span
 from gapless.executor.crew import Crew
 from gapless.executor.protocol import Capacity
@@ -164,12 +164,7 @@ class CpuExecutor:
     def _score_chunks(self, token_ids: Sequence[int]) -> Iterator[F32]:
         """Logits of runs of positions; each is overwritten by the next."""
         n = len(token_ids)
-        assert n > 0
-        if n > self._capacity.context_tokens:
-            raise RequestError(
-                f"a text of {n} tokens cannot be scored in a context of {self._capacity.context_tokens}",
-                "score it in parts, or raise the context",
-            )
+        assert 0 < n <= self._capacity.context_tokens
         assert not self._launched, "steps are in flight"
         tokens = tuple(int(i) for i in token_ids)
         self._slots.admit(Admission(self._score_slot, -1, tokens, n, SamplingParams(temperature=0), 0))

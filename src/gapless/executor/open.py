@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the kernels' modules are imported by those who run them
 
 PAGE_TOKENS = 16
 REQUEST_TOKENS = 2048  # that the cache has room for, times the requests that run at once
+LONGEST_TOKENS = 1 << 20  # that a model's own claim makes room for: each page has its entry in the scheduler
 MEMORY_SHARE = 4  # one part in so many of the memory is the cache's, unless it is told otherwise
 
 
@@ -106,9 +107,9 @@ def cache_pages(
 ) -> int:
     """Pages of the cache.
 
-    Without ``kv_memory_bytes``: enough for ``max_running`` requests of 2,048 tokens, or for one of the whole context if
-    that is more, within a quarter of the memory available. A context that was asked for has room whatever it takes; the
-    model's own is cut to what fits.
+    Without ``kv_memory_bytes``: enough for ``max_running`` requests of 2,048 tokens, or for one of the whole context
+    (up to a million tokens) if that is more, within a quarter of the memory available. A context that was asked for has
+    room whatever it takes; the model's own is cut to what fits.
 
     Raises:
         ResourceError: the context that was asked for does not fit ``kv_memory_bytes``.
@@ -118,7 +119,9 @@ def cache_pages(
     whole = -(-context // PAGE_TOKENS)
     asked = whole if context_tokens is not None else min(whole, 4)
     if kv_memory_bytes is None:
-        sensible = max(whole, max_running * -(-min(context, REQUEST_TOKENS) // PAGE_TOKENS))
+        sensible = max(
+            min(whole, LONGEST_TOKENS // PAGE_TOKENS), max_running * -(-min(context, REQUEST_TOKENS) // PAGE_TOKENS)
+        )
         return max(asked, min(sensible, max(available, 0) // MEMORY_SHARE // page_bytes))
     n_pages = kv_memory_bytes // page_bytes
     if n_pages < 2:

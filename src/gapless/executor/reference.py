@@ -9,7 +9,7 @@ import numpy as np
 
 from gapless.arch.decoder import forward
 from gapless.arch.spec import ModelSpec, ModelWeights
-from gapless.errors import ExecutorError
+from gapless.errors import ModelError
 from gapless.executor.protocol import Capacity
 from gapless.kernels.reference import Array, DenseWeights, KvDtype, PagedKV, ReferenceOps, StepInput
 from gapless.kernels.sampling_reference import sample_row
@@ -69,7 +69,7 @@ class ReferenceExecutor:
         return 1
 
     def launch(self, plan: StepPlan) -> None:
-        """Run the step to its end. Raises ExecutorError if a logit is not finite."""
+        """Run the step to its end. Raises ModelError if a score is not finite."""
         assert self._landing is None, "one step may be in flight"
         for admission in plan.admissions:
             assert 0 <= admission.slot < self._capacity.n_slots
@@ -77,7 +77,7 @@ class ReferenceExecutor:
         self._check(plan)
         scores = self._forward(plan.spans) if plan.spans else np.empty((0, self._spec.vocab_size), np.float32)
         if not np.isfinite(scores).all():
-            raise ExecutorError(f"step {plan.step_id} gave logits that are not finite", "check the weights")
+            raise ModelError(f"step {plan.step_id} gave scores that are not finite", "check the weights")
         sampling = [span for span in plan.spans if span.sample]
         tokens = tuple(self._sample(span, row) for span, row in zip(sampling, scores, strict=True))
         self._landing = StepResult(plan.step_id, tokens)
@@ -119,7 +119,8 @@ class ReferenceExecutor:
         return self._run(StepInput(spans, np.asarray(token_ids, np.intp), rows), self._cache)
 
     def _run(self, step: StepInput, cache: PagedKV) -> Array:
-        return forward(ReferenceOps(step, cache, self._dense), self._spec, self._weights)
+        with np.errstate(all="ignore"):  # damaged weights show in the scores
+            return forward(ReferenceOps(step, cache, self._dense), self._spec, self._weights)
 
     def _sample(self, span: Span, scores: Array) -> SampledToken:
         slot = self._slots[span.slot]

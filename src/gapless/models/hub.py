@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gapless.errors import DownloadError, GaplessError, ModelError
 
@@ -52,9 +55,23 @@ def fetch(name: str, download: bool = True) -> Path:
         raise _explained(name, parsed, problem, download) from None
 
 
-def _fetch(parsed: HubName, name: str, local: bool) -> Path:
-    import huggingface_hub as hub
+def _library() -> Any:
+    """huggingface_hub, which reads the environment when it is imported. Raises ModelError where that makes it fail."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it says so on standard output
+            import huggingface_hub as hub
+            import huggingface_hub.errors
 
+            for name in ("hf_hub_download", "snapshot_download", "scan_cache_dir", "CacheNotFound"):
+                getattr(hub, name)  # each is imported when it is asked for
+    except ValueError:
+        names = ", ".join(sorted(name for name in os.environ if name.startswith("HF_")))
+        raise ModelError(f"huggingface_hub cannot read a variable among {names}", "correct or unset it") from None
+    return hub
+
+
+def _fetch(parsed: HubName, name: str, local: bool) -> Path:
+    hub = _library()
     if parsed.file is not None:
         return Path(hub.hf_hub_download(parsed.repo, parsed.file, revision=parsed.revision, local_files_only=local))
     wanted = _FOLDER if parsed.quant is None else _quant_patterns(parsed.quant)
@@ -102,8 +119,7 @@ def _quant_file(folder: Path, quant: str, name: str) -> Path:
 
 def _explained(name: str, parsed: HubName, problem: Exception, download: bool) -> GaplessError:
     """What huggingface_hub raised, as one line. Its own texts are not passed on: they may hold addresses and tokens."""
-    from huggingface_hub import errors
-
+    errors = _library().errors
     if isinstance(problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         if not download:
             return ModelError(f"model {name!r} has not been fetched", f"run: gapless pull {name}")
@@ -148,11 +164,10 @@ class Cached:
 
 def cached_models() -> list[Cached]:
     """Folders and GGUF files that could be run, of the newest revision of each repository here."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
+    hub = _library()
     try:
-        cache = scan_cache_dir()
-    except (CacheNotFound, OSError, ValueError):  # there is none, or none that can be read
+        cache = hub.scan_cache_dir()
+    except (hub.CacheNotFound, OSError, ValueError):  # there is none, or none that can be read
         return []
     found: list[Cached] = []
     for repo in sorted(cache.repos, key=lambda repo: str(repo.repo_id)):

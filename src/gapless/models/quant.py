@@ -22,6 +22,7 @@ def row_bytes(quant: str, n_elements: int) -> int:
     return n_elements // elements * size
 
 
+@np.errstate(all="ignore")  # a damaged scale overflows; the scores show it
 def dequantize(tensor: WeightTensor) -> npt.NDArray[np.float32]:
     """Values of ``tensor.shape``."""
     data = np.ascontiguousarray(tensor.data)

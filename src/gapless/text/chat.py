@@ -112,10 +112,15 @@ class ChatTemplate:
 def _message(index: int, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{index}] = {message!r:.80} is no object", "give a role and a content")
-    content = message.get("content")
-    if not isinstance(content, list | tuple):
-        return dict(message)
-    return {**message, "content": "".join(_part(f"messages[{index}].content[{i}]", p) for i, p in enumerate(content))}
+    content, role = message.get("content"), message.get("role")
+    if not isinstance(role, str):
+        raise RequestError(f"messages[{index}].role = {shown(role)} is no text", "give user, assistant or system")
+    if isinstance(content, list | tuple):
+        texts = [_part(f"messages[{index}].content[{i}]", part) for i, part in enumerate(content)]
+        return {**message, "content": "".join(texts)}
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"messages[{index}].content = {shown(content)} is no text", "give a text, or text parts")
+    return dict(message)
 
 
 def _part(name: str, part: object) -> str:

@@ -6,10 +6,12 @@ every kernel that MODULE lists in ``KERNELS`` and writes one object file and one
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,7 +103,15 @@ def read_whole(path: Path) -> tuple[bytes, dict[str, str]] | None:
         return None
 
 
+def die_with_parent() -> None:
+    """Be killed when the process that waits for this build goes, whatever ends it: nobody would use what is built."""
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+
+
 def main() -> int:
+    die_with_parent()
     try:
         compile_module(sys.argv[1], Path(sys.argv[2]))
     except OSError as problem:

@@ -65,6 +65,7 @@ def pack_interleaved(gate: WeightTensor, up: WeightTensor, layout: Layout, isa: 
     return _pack((gate, up), layout, isa, arena, 2 * n, place)
 
 
+@np.errstate(all="ignore")  # numbers that damage has made too large show in the scores
 def _pack(
     tensors: Tensors, layout: Layout, isa: Isa, arena: Arena, n_rows: int, place: Callable[[int, Rows], Rows]
 ) -> PackedMatrix:
