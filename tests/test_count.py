@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gapless.arch.decoder import forward
 from gapless.arch.sizes import WeightInfo, planned_weights, weight_infos
@@ -18,7 +21,7 @@ from gapless.arch.spec import (
     RopeSpec,
     map_weights,
 )
-from gapless.kernels.count import CountOps, OpKind, StepCounter, StepWork, Work
+from gapless.kernels.count import CountOps, OpKind, Step, StepCounter, Steps, StepWork, Work
 from gapless.step import Span, StepPlan
 from tiny import tiny_model
 
@@ -150,7 +153,7 @@ def test_alike_layers_count_as_each_on_its_own() -> None:
     model = tiny_model(n_layers=7, windows=(4, None, 4), experts=ExpertSpec(4, 2, 32))
     infos = weight_infos(model.weights)
     spans = [(0, 9), (30, 1), (2, 3)]
-    ops = CountOps(spans, 2, tp=2)
+    ops = CountOps(Step(spans, 2), tp=2)
     forward(ops, model.spec, infos)
     counter = StepCounter(model.spec, infos, kv_element_bytes=1, activation_element_bytes=1, tp=2)
     work = counter.count(spans, 2)
@@ -195,3 +198,32 @@ def test_a_step_is_counted_in_a_fraction_of_a_millisecond() -> None:
         counter.count([(100, 1)])
         best_s = min(best_s, time.perf_counter() - start_s)
     assert best_s < 1e-3
+
+
+VARIANTS = {
+    "dense": MODEL,
+    "windows": tiny_model(n_layers=3, windows=(4, None, 700), qk_norm=True, bias=True),
+    "experts": tiny_model(n_layers=2, post_norms=True, experts=ExpertSpec(4, 2, 32)),
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@settings(max_examples=20, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 600)), max_size=5), st.integers(0, 4)),
+        min_size=1, max_size=6,
+    )
+)  # fmt: skip
+def test_many_steps_are_counted_as_each_of_them(
+    variant: str, tp: int, steps: list[tuple[list[tuple[int, int]], int]]
+) -> None:
+    spec = VARIANTS[variant].spec
+    counter = StepCounter(spec, planned_weights(spec, 5), kv_element_bytes=1.0625, tp=tp)
+    spans = [(i, start, count) for i, (spans, _) in enumerate(steps) for start, count in spans]
+    columns = np.array(spans, np.int64).reshape(-1, 3).T
+    found = counter.count_steps(Steps(len(steps), *columns, samples=np.array([n for _, n in steps], np.int64)))
+    for i, (spans_of_one, n_samples) in enumerate(steps):
+        for kind, work in counter.count(spans_of_one, n_samples).by_kind.items():
+            assert Work(*found[kind][:, i].tolist()) == work

@@ -15,7 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from gapless.arch.decoder import forward
 from gapless.arch.sizes import WeightInfo
@@ -101,67 +104,134 @@ class StepCounter:
 
     def count(self, spans: Sequence[tuple[int, int]], n_samples: int | None = None) -> StepWork:
         """The work of spans of (start, count); ``n_samples`` rows of logits, one for each span if None."""
-        samples = len(spans) if n_samples is None else n_samples
-        bare = self._tally(spans, samples, *self._bare)
-        total = {kind: list(sums) for kind, sums in bare.items()}
-        for spec, weights, n in self._kinds:
-            for kind, sums in self._tally(spans, samples, spec, weights).items():
-                total[kind] = [t + n * (x - x0) for t, x, x0 in zip(total[kind], sums, bare[kind], strict=True)]
-        by_kind = {kind: self._work(sums) for kind, sums in total.items()}
+        total = self._total(Step(spans, len(spans) if n_samples is None else n_samples))
+        by_kind = {kind: Work(*map(round, self._units(sums))) for kind, sums in total.items()}
         return StepWork(by_kind, sum(by_kind.values(), Work()))
 
     def count_plan(self, plan: StepPlan) -> StepWork:
         """The work of a plan."""
         return self.count([(span.start, span.count) for span in plan.spans], plan.n_samples)
 
-    def _tally(
-        self,
-        spans: Sequence[tuple[int, int]],
-        n_samples: int,
-        spec: ModelSpec,
-        weights: ModelWeights[WeightInfo],
-    ) -> Tally:
-        ops = CountOps(spans, n_samples, self._tp)
+    def count_steps(self, steps: Steps) -> dict[OpKind, npt.NDArray[np.int64]]:
+        """The work of many steps at once, as ``count`` gives it: of each kind the fields of ``Work`` by step."""
+        total = self._total(steps)
+        rows = {kind: self._units(sums) for kind, sums in total.items()}
+        shape = (steps.n_steps,)
+        return {
+            kind: np.stack([np.broadcast_to(np.rint(np.asarray(x, np.float64)), shape) for x in row]).astype(np.int64)
+            for kind, row in rows.items()
+        }
+
+    def _total(self, shape: Shape) -> Tally:
+        bare = self._tally(shape, *self._bare)
+        total = {kind: list(sums) for kind, sums in bare.items()}
+        for spec, weights, n in self._kinds:
+            for kind, sums in self._tally(shape, spec, weights).items():
+                total[kind] = [t + n * (x - x0) for t, x, x0 in zip(total[kind], sums, bare[kind], strict=True)]
+        return total
+
+    def _tally(self, shape: Shape, spec: ModelSpec, weights: ModelWeights[WeightInfo]) -> Tally:
+        ops = CountOps(shape, self._tp)
         forward(ops, spec, weights)
         return ops.tally
 
-    def _work(self, sums: list[float]) -> Work:
+    def _units(self, sums: list[Any]) -> tuple[Any, ...]:
+        """A tally with its elements as bytes."""
         kv, act = self._kv_element_bytes, self._activation_element_bytes
         flops, weights, kv_read, kv_write, activations, messages, link = sums
-        exact = (flops, weights, kv_read * kv, kv_write * kv, activations * act, messages, link * act)
-        return Work(*map(round, exact))
+        return flops, weights, kv_read * kv, kv_write * kv, activations * act, messages, link * act
 
 
-# For each kind the fields of Work in their order; cache, activations and link in elements.
-Tally = dict[OpKind, list[float]]
+# For each kind the fields of Work in their order; cache, activations and link in elements. Numbers, or arrays of one
+# for each step.
+Tally = dict[OpKind, list[Any]]
+
+
+class Step:
+    """The shape of one step: spans of (start, count), and rows of logits."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], samples: int) -> None:
+        self._spans = spans
+        self._seen: dict[int | None, tuple[int, int]] = {}
+        self.tokens = sum(count for _, count in spans)
+        self.samples = samples
+
+    def seen(self, window: int | None) -> tuple[int, int]:
+        """Query-key pairs of the step, and the positions whose keys and values are read."""
+        if window not in self._seen:
+            each = [_reach(start, count, window) for start, count in self._spans]
+            self._seen[window] = sum(pairs for pairs, _ in each), sum(positions for _, positions in each)
+        return self._seen[window]
+
+    @staticmethod
+    def least(x: int, most: int) -> int:
+        return min(x, most)
+
+
+class Steps:
+    """The shapes of many steps: ``Step`` with an array of one number for each in the place of numbers.
+
+    Args:
+        n_steps: how many.
+        step: of each span its step, 0 .. ``n_steps`` - 1.
+        start, count: of each span.
+        samples: of each step its rows of logits.
+    """
+
+    def __init__(self, n_steps: int, step: Ints, start: Ints, count: Ints, samples: Ints) -> None:
+        self.n_steps = n_steps
+        self._step, self._start, self._count = step, start, count
+        self._seen: dict[int | None, tuple[Ints, Ints]] = {}
+        self.tokens = self._sum(count)
+        self.samples = samples
+
+    def _sum(self, of_spans: Ints) -> Ints:
+        """The sum over each step's spans; exact, for int64 is added up."""
+        total: Ints = np.zeros(self.n_steps, np.int64)
+        np.add.at(total, self._step, of_spans)
+        return total
+
+    def seen(self, window: int | None) -> tuple[Ints, Ints]:
+        if window not in self._seen:
+            pairs, positions = _reaches(self._start, self._count, window)
+            self._seen[window] = self._sum(pairs), self._sum(positions)
+        return self._seen[window]
+
+    @staticmethod
+    def least(x: Ints, most: int) -> Ints:
+        return np.minimum(x, most)
+
+
+Ints = npt.NDArray[np.int64]
+Shape = Step | Steps
 
 
 class Extent(NamedTuple):
-    """The shape of an activation."""
+    """The shape of an activation; its rows may be an array, of one number for each step."""
 
-    rows: int
+    rows: Any
     features: int
 
     @property
-    def size(self) -> int:
+    def size(self) -> Any:
         return self.rows * self.features
 
 
 class CountOps:
-    """Implements ``Ops[Extent, WeightInfo]`` for one step, adding up in ``tally``."""
+    """Implements ``Ops[Extent, WeightInfo]`` for a step, or for many at once, adding up in ``tally``."""
 
-    def __init__(self, spans: Sequence[tuple[int, int]], n_samples: int, tp: int = 1) -> None:
-        self._spans = spans
-        self._tokens = sum(count for _, count in spans)
-        self._samples = n_samples
+    def __init__(self, shape: Shape, tp: int = 1) -> None:
+        self._shape = shape
+        self._tokens: Any = shape.tokens
+        self._samples: Any = shape.samples
+        self._least: Any = shape.least
         self._tp = tp
-        self._reach: dict[int | None, tuple[int, int]] = {}
         self.tally: Tally = {kind: [0] * len(fields(Work)) for kind in OpKind}
 
     def embed(self, table: WeightInfo, scale: float) -> Extent:
         n_rows, features = table.shape
         out = Extent(self._tokens, features)
-        touched = min(self._tokens, n_rows)
+        touched = self._least(self._tokens, n_rows)
         self._add(
             OpKind.EMBED,
             flops=out.size if scale != 1.0 else 0,
@@ -208,7 +278,7 @@ class CountOps:
 
     def attention(self, q: Extent, layer: int, attention: AttentionSpec) -> Extent:
         a = attention
-        pairs, positions = self._seen(a.window)
+        pairs, positions = self._shape.seen(a.window)
         # A pair: q . k and its part of the values; scale, subtract, exp, sum, divide, compare; a capping.
         per_pair = a.n_heads * (4 * a.head_dim + 6 + (3 if a.softcap is not None else 0))
         self._add(OpKind.ATTENTION, flops=pairs * per_pair, kv_read=2 * positions * a.kv_dim, activations=2 * q.size)
@@ -231,7 +301,7 @@ class CountOps:
         activation: Activation,
     ) -> Extent:
         """Weight bytes are those of the experts that the step can touch at most."""
-        touched = min(spec.n_experts, x.rows * spec.top_k)
+        touched = self._least(x.rows * spec.top_k, spec.n_experts)
         routed = x.rows * spec.top_k
         matrices = 2 * 3 * x.features * spec.d_ff
         gating = spec.d_ff * (_ACTIVATION_FLOPS[activation] + 1)
@@ -265,42 +335,30 @@ class CountOps:
         self._add(
             OpKind.LOGITS,
             flops=2 * out.size * x.features + capping,
-            weight_bytes=head.nbytes if self._samples else 0,
+            weight_bytes=head.nbytes * self._least(self._samples, 1),
             activations=self._samples * x.features + out.size,
         )
         return out
 
-    def _collective(self, kind: OpKind, elements: int) -> None:
-        if self._tp > 1 and elements:
-            self._add(kind, messages=1, link_elements=elements * (self._tp - 1) / self._tp)
-
-    def _seen(self, window: int | None) -> tuple[int, int]:
-        """Query-key pairs of the step, and the positions whose keys and values are read."""
-        if window not in self._reach:
-            each = [_reach(start, count, window) for start, count in self._spans]
-            self._reach[window] = sum(pairs for pairs, _ in each), sum(positions for _, positions in each)
-        return self._reach[window]
+    def _collective(self, kind: OpKind, elements: Any) -> None:
+        if self._tp > 1:
+            share = (self._tp - 1) / self._tp
+            self._add(kind, messages=self._least(elements, 1), link_elements=elements * share)
 
     def _add(
         self,
         kind: OpKind,
         *,
-        flops: float = 0,
-        weight_bytes: float = 0,
-        kv_read: int = 0,
-        kv_write: int = 0,
-        activations: int = 0,
-        messages: int = 0,
-        link_elements: float = 0,
+        flops: Any = 0,
+        weight_bytes: Any = 0,
+        kv_read: Any = 0,
+        kv_write: Any = 0,
+        activations: Any = 0,
+        messages: Any = 0,
+        link_elements: Any = 0,
     ) -> None:
-        sums = self.tally[kind]
-        sums[0] += flops
-        sums[1] += weight_bytes
-        sums[2] += kv_read
-        sums[3] += kv_write
-        sums[4] += activations
-        sums[5] += messages
-        sums[6] += link_elements
+        found = (flops, weight_bytes, kv_read, kv_write, activations, messages, link_elements)
+        self.tally[kind] = [x + y for x, y in zip(self.tally[kind], found, strict=True)]
 
 
 # silu: exp, add, divide, negate, multiply. gelu_tanh: tanh around a cubic, then half of x times one plus it.
@@ -315,3 +373,15 @@ def _reach(start: int, count: int, window: int | None) -> tuple[int, int]:
     growing = max(0, window - start)  # queries that see fewer than a window, or just one
     pairs = growing * (start + 1 + start + growing) // 2 + (count - growing) * window
     return pairs, end - max(0, start + 1 - window)
+
+
+def _reaches(start: Ints, count: Ints, window: int | None) -> tuple[Ints, Ints]:
+    """``_reach`` of many spans."""
+    end = start + count
+    whole: Ints = count * (start + 1 + end) // 2
+    if window is None:
+        return whole, end
+    growing = np.maximum(0, window - start)
+    pairs = growing * (start + 1 + start + growing) // 2 + (count - growing) * window
+    fits = end <= window
+    return np.where(fits, whole, pairs), np.where(fits, end, end - np.maximum(0, start + 1 - window))
