@@ -1,0 +1,289 @@
+"""From what was recorded to what is booked: every interval between two tokens of a request, wholly.
+
+The books follow the critical path. A token's interval begins when its reader had the token before it (or when the
+request arrived) and ends when its reader has it. In it lie the steps that computed for the request, in order:
+
+- while one of them runs on the device, the step's own accounts are booked, and to ``neighbours`` what other requests'
+  prompts added to it;
+- before it, while the device does not run, what the host did then; while it runs a step of others, ``neighbours``;
+- behind the last one, until the token could be used, what the host did, whatever the device does by then;
+- then, until the reader has taken it, ``deliver``.
+
+What the host does while the device runs is on nobody's path. A request that has not yet been planned is in the
+``queue``; one that was thrown out of the cache is ``preempted`` until it has been computed as far as it was.
+
+All times are integers of nanoseconds, so books balance exactly: what is left of an interval is ``unaccounted``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.ledger.accounts import N_ACCOUNTS, Account
+from gapless.ledger.timeline import Timeline
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+NEVER = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Steps that have landed, and what was recorded beside them; columns of nanoseconds, indices and counts.
+
+    Attributes:
+        planned, begun, ended: of each step, when its planning began and when it ran on the device.
+        span_step, span_request, span_start, span_count: of each span of a step, in the order of the steps.
+        span_usable: when the span's token could be used, or ``NEVER`` where it gave none that was delivered.
+        span_taken: when its reader had it, or ``NEVER``.
+        span_device: (spans, accounts), what the step's time on the device is booked to for this request.
+        span_floor: (spans, accounts), the floor of that in nanoseconds.
+        times, accounts: of the host, as ``Timeline`` takes them.
+        arrivals: of requests that have come, their time.
+        preemptions: of requests that were thrown out, when.
+        ended_requests: of which no more is to come.
+    """
+
+    planned: Ints
+    begun: Ints
+    ended: Ints
+    span_step: Ints
+    span_request: Ints
+    span_start: Ints
+    span_count: Ints
+    span_usable: Ints
+    span_taken: Ints
+    span_device: Ints
+    span_floor: Floats
+    times: Ints
+    accounts: Ints
+    arrivals: dict[int, int]
+    preemptions: list[tuple[int, int]]
+    ended_requests: list[int]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Booked intervals, one for each token that was delivered."""
+
+    request: Ints
+    token: Ints  # counted in its request from 0
+    step: Ints  # that gave the token, counted from the first of all
+    begin: Ints
+    end: Ints
+    spent: Ints  # (intervals, accounts)
+    floor: Floats  # (intervals, accounts)
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+
+@dataclass
+class _Open:
+    """A request of which more may come."""
+
+    since: int  # up to where it is booked
+    begin: int  # of the interval that is open
+    n_tokens: int = 0
+    started: bool = False
+    computed: int = 0  # positions, at most, that a step of its has ended at
+    preempted: int = NEVER  # when it was thrown out, if it has not been planned since
+    spent: Ints = field(default_factory=lambda: np.zeros(N_ACCOUNTS, np.int64))
+    floor: Floats = field(default_factory=lambda: np.zeros(N_ACCOUNTS))
+
+
+class Books:
+    """Takes chunks in order and gives the intervals that they complete."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Open] = {}
+        self._times = self._accounts = self._begun = self._ended = np.zeros(0, np.int64)
+        self._n_steps = 0
+
+    @property
+    def n_open(self) -> int:
+        return len(self._open)
+
+    def post(self, chunk: Chunk) -> Intervals:
+        """Book a chunk."""
+        for request, arrival in chunk.arrivals.items():
+            self._open[request] = _Open(arrival, arrival)
+        self._times, self._accounts = _joined(self._times, chunk.times), _joined(self._accounts, chunk.accounts)
+        self._begun, self._ended = _joined(self._begun, chunk.begun), _joined(self._ended, chunk.ended)
+        timeline = Timeline(self._times, self._accounts, self._begun, self._ended)
+        intervals = self._intervals(chunk, timeline)
+        for request in chunk.ended_requests:
+            self._open.pop(request, None)
+        self._n_steps += len(chunk.begun)
+        self._forget()
+        return intervals
+
+    def _forget(self) -> None:
+        """Keep of the past what an open request still needs."""
+        since = min((request.since for request in self._open.values()), default=NEVER)
+        if since == NEVER:
+            since = int(self._times[-1]) if len(self._times) else 0
+        first = max(int(np.searchsorted(self._times, since, side="right")) - 1, 0)
+        self._times, self._accounts = self._times[first:], self._accounts[first:]
+        running = self._ended > since
+        self._begun, self._ended = self._begun[running], self._ended[running]
+
+    def _intervals(self, chunk: Chunk, timeline: Timeline) -> Intervals:
+        order = np.lexsort((chunk.span_step, chunk.span_request))
+        spans = _Spans(chunk, order, self._open)
+        spans.preempted = self._preemptions(chunk, spans)
+        spent = spans.device_accounts() + spans.before(timeline) + spans.behind(timeline)
+        floor = chunk.span_floor[order]
+        return self._complete(spans, spent, floor)
+
+    def _preemptions(self, chunk: Chunk, spans: _Spans) -> Ints:
+        """For each span when its request was last thrown out since the span before, or ``NEVER``."""
+        found = np.full(len(spans.request), NEVER, np.int64)
+        for request, first in spans.firsts():
+            found[first] = self._open[request].preempted
+            self._open[request].preempted = NEVER
+        for request, time in chunk.preemptions:
+            if request not in self._open:
+                continue
+            low, high = np.searchsorted(spans.request, [request, request + 1])
+            at = low + int(np.searchsorted(spans.planned[low:high], time, side="right"))
+            if at < high:
+                found[at] = time
+            else:
+                self._open[request].preempted = time
+        return found
+
+    def _complete(self, spans: _Spans, spent: Ints, floor: Floats) -> Intervals:
+        """Sum spans up to intervals; what is not complete is kept with its request."""
+        ends = spans.taken != NEVER
+        which = np.cumsum(ends) - ends  # spans of a request before its next token belong to that token's interval
+        n = int(ends.sum())
+        sums, floors = np.zeros((n + 1, N_ACCOUNTS), np.int64), np.zeros((n + 1, N_ACCOUNTS))
+        begin = np.full(n + 1, NEVER, np.int64)
+        complete = spans.completes()
+        np.add.at(sums, which[complete], spent[complete])
+        np.add.at(floors, which[complete], floor[complete])
+        request, end = spans.request[ends], spans.taken[ends]
+        token = np.zeros(n, np.int64)
+        # Requests one by one: of each the interval that was open, and the one that stays so.
+        last_of = dict(spans.lasts())
+        for request_id, first in spans.firsts():
+            known, last = self._open[request_id], last_of[request_id]
+            mine = slice(int(which[first]), int(which[last] + ends[last]))
+            count = mine.stop - mine.start
+            if count:
+                sums[mine.start] += known.spent
+                floors[mine.start] += known.floor
+                begin[mine.start] = known.begin
+                begin[mine.start + 1 : mine.stop] = end[mine.start : mine.stop - 1]
+                token[mine] = known.n_tokens + np.arange(count)
+                known.n_tokens += count
+                known.begin = int(end[mine.stop - 1])
+                known.spent, known.floor = np.zeros(N_ACCOUNTS, np.int64), np.zeros(N_ACCOUNTS)
+            rest = slice(last + 1 - int((~complete[first : last + 1]).sum()), last + 1)
+            known.spent = known.spent + spent[rest].sum(axis=0)
+            known.floor = known.floor + floor[rest].sum(axis=0)
+            known.since = max(int(spans.reached[last]), known.since)
+            known.started = True
+            known.computed = max(known.computed, int((spans.start + spans.count)[first : last + 1].max()))
+        sums, floors, begin = sums[:n], floors[:n], begin[:n]
+        sums[:, Account.UNACCOUNTED] += end - begin - sums.sum(axis=1)
+        step = self._n_steps + spans.step[ends]
+        return Intervals(request, token, step, begin, end, sums, floors)
+
+
+class _Spans:
+    """Spans by request, then step, with the times between which each is booked."""
+
+    def __init__(self, chunk: Chunk, order: Ints, known: dict[int, _Open]) -> None:
+        self._device = chunk.span_device[order]
+        self.step, self.request = chunk.span_step[order], chunk.span_request[order]
+        self.start, self.count = chunk.span_start[order], chunk.span_count[order]
+        self.planned, self.begun, self.ended = (
+            column[self.step] for column in (chunk.planned, chunk.begun, chunk.ended)
+        )
+        self.usable, self.taken = chunk.span_usable[order], chunk.span_taken[order]
+        self.preempted = np.full(len(order), NEVER, np.int64)
+        n = len(order)
+        self._first = np.ones(n, bool)
+        self._first[1:] = self.request[1:] != self.request[:-1]
+        rank = np.cumsum(self._first) - 1
+        opened = [known[int(request)] for request in self.request[self._first]]
+        self._unstarted = self._first & np.array([not o.started for o in opened], bool)[rank]
+        computed = np.array([o.computed for o in opened], np.int64)[rank]
+        since = np.array([o.since for o in opened], np.int64)[rank]
+        own_end = np.where(self.taken != NEVER, np.maximum(self.taken, self.ended), self.ended)
+        # Up to where each span is booked: never back from where the spans before it are. By request, so that none
+        # reaches into the next one's: each lies above the one before by more than all times together.
+        base = int(min(since.min(), self.begun.min())) if n else 0
+        apart = int(max(own_end.max(), since.max()) - base + 1) if n else 1
+        reached = np.maximum.accumulate(np.maximum(own_end, since) - base + rank * apart) - rank * apart + base
+        self.reached: Ints = reached
+        self._from: Ints = np.where(self._first, since, np.append(0, reached[:-1]))
+        ends = np.where(self._first, computed, np.append(0, (self.start + self.count)[:-1]))
+        high = np.maximum.accumulate(ends + rank * (1 << 40)) - rank * (1 << 40)
+        self._recomputes: npt.NDArray[np.bool_] = self.start < high
+
+    def firsts(self) -> Iterator[tuple[int, int]]:
+        """Each request and its first span's index."""
+        at = np.flatnonzero(self._first)
+        return zip(self.request[at].tolist(), at.tolist(), strict=True)
+
+    def lasts(self) -> Iterator[tuple[int, int]]:
+        at = np.append(np.flatnonzero(self._first)[1:], len(self.request)) - 1
+        return zip(self.request[at].tolist(), at.tolist(), strict=True) if len(self.request) else iter(())
+
+    def completes(self) -> npt.NDArray[np.bool_]:
+        """Whether a span belongs to an interval that ends in this chunk."""
+        ends = self.taken != NEVER
+        until = np.cumsum(ends)
+        last = np.append(np.flatnonzero(self._first)[1:], len(ends)) - 1
+        rank = np.cumsum(self._first) - 1
+        complete: npt.NDArray[np.bool_] = until - ends < until[last[: rank[-1] + 1]][rank] if len(ends) else ends
+        return complete
+
+    def device_accounts(self) -> Ints:
+        """While the step ran: its accounts, of the part that lies behind what is booked already."""
+        begin, end = np.maximum(self.begun, self._from), np.maximum(self.ended, self._from)
+        whole = np.maximum(self.ended - self.begun, 1)
+        booked: Ints = self._device * (end - begin)[:, None] // whole[:, None]
+        mine = booked.copy()
+        mine[:, Account.NEIGHBOURS] = 0
+        again = np.zeros_like(booked)
+        again[:, Account.PREEMPTED] = mine.sum(axis=1)
+        again[:, Account.NEIGHBOURS] = booked[:, Account.NEIGHBOURS]
+        return np.where(self._recomputes[:, None], again, booked)
+
+    def before(self, timeline: Timeline) -> Ints:
+        """From what is booked already to the step's begin."""
+        begin, end = self._from, np.maximum(self.begun, self._from)
+        thrown = self.preempted != NEVER
+        out = np.where(thrown, np.clip(self.preempted, begin, end), begin)  # from here on it waits to be planned
+        planned = np.where(thrown | self._unstarted, np.clip(self.planned, out, end), out)
+        waits = np.zeros((len(begin), N_ACCOUNTS), np.int64)
+        rows = np.arange(len(begin))
+        waits[rows, np.where(self._unstarted, Account.QUEUE, Account.PREEMPTED)] = planned - out
+        busy_account = np.where(self._unstarted, Account.QUEUE, Account.NEIGHBOURS)
+        for low, high in ((begin, out), (planned, end)):
+            idle = timeline.idle_host(low, high)
+            waits += idle
+            waits[rows, busy_account] += high - low - idle.sum(axis=1)
+        return waits
+
+    def behind(self, timeline: Timeline) -> Ints:
+        """From the step's end until the token could be used, and until it was taken; nothing for spans without."""
+        begin = np.maximum(self.ended, self._from)
+        usable = np.where(self.taken == NEVER, begin, np.maximum(self.usable, begin))
+        taken = np.where(self.taken == NEVER, begin, np.maximum(self.taken, usable))
+        spent = timeline.host(begin, usable)
+        spent[:, Account.DELIVER] += taken - usable
+        return spent
+
+
+def _joined(before: Any, after: Any) -> Any:
+    return np.concatenate([before, after])

@@ -1,0 +1,56 @@
+"""Who was busy when: the host by account, the device with steps. Integer nanoseconds throughout."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.ledger.accounts import N_ACCOUNTS, Account
+
+Ints = npt.NDArray[np.int64]
+
+
+class Timeline:
+    """What the host did and whether the device ran, over any interval.
+
+    Args:
+        times, accounts: from ``times[i]`` on the host did what is booked to ``accounts[i]``; in ascending order.
+        begun, ended: intervals in which the device ran, disjoint and in ascending order.
+
+    Before the first time nothing is known of the host: ``Account.UNACCOUNTED``.
+    """
+
+    def __init__(self, times: Ints, accounts: Ints, begun: Ints, ended: Ints) -> None:
+        self._bounds: Ints = np.unique(np.concatenate([times, begun, ended, np.zeros(int(not len(times)), np.int64)]))
+        at = np.searchsorted(times, self._bounds, side="right") - 1
+        known = np.append(accounts, Account.UNACCOUNTED)  # the last for an index of -1
+        self._host: Ints = known[at]
+        started = np.searchsorted(begun, self._bounds, side="right")
+        self._busy: npt.NDArray[np.bool_] = started > np.searchsorted(ended, self._bounds, side="right")
+        lengths = np.diff(self._bounds)
+        rows = np.arange(len(lengths))
+        spent = np.zeros((len(self._bounds), N_ACCOUNTS), np.int64)
+        spent[rows + 1, self._host[:-1]] = lengths
+        idle = spent.copy()
+        idle[rows + 1] *= ~self._busy[:-1, None]
+        self._spent, self._idle = spent.cumsum(axis=0), idle.cumsum(axis=0)
+
+    def host(self, begin: Ints, end: Ints) -> Ints:
+        """Of intervals, what the host did in each: (intervals, accounts)."""
+        return self._until(end, self._spent, False) - self._until(begin, self._spent, False)
+
+    def idle_host(self, begin: Ints, end: Ints) -> Ints:
+        """The same of the time in which the device did not run."""
+        return self._until(end, self._idle, True) - self._until(begin, self._idle, True)
+
+    def _until(self, times: Ints, cumulated: Ints, only_idle: bool) -> Ints:
+        """Sums from the first bound to ``times``; negative before it."""
+        at = np.searchsorted(self._bounds, times, side="right") - 1
+        first = np.maximum(at, 0)
+        total: Ints = cumulated[first]
+        rest = times - self._bounds[first]
+        account = np.where(at < 0, Account.UNACCOUNTED, self._host[first])
+        if only_idle:
+            rest = np.where(self._busy[first] & (at >= 0), 0, rest)
+        total[np.arange(len(times)), account] += rest
+        return total
