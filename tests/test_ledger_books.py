@@ -100,19 +100,30 @@ def chunks_of(case: Case, cuts: list[int]) -> list[Chunk]:
         taken = [m for m in marks if last or m[0] <= horizon]
         marks = marks[len(taken) :]
         rows = sorted(
-            (p.step - low, r, p.start, p.count, p.usable, p.taken, p.device)
+            (
+                p.step,
+                r,
+                p.start,
+                p.count,
+                case.planned[p.step],
+                case.begun[p.step],
+                case.ended[p.step],
+                p.usable,
+                p.taken,
+                p.device,
+            )
             for r, pieces in enumerate(case.spans)
             for p in pieces
             if low <= p.step < high
         )
-        columns = [np.array([row[i] for row in rows], np.int64) for i in range(6)]
-        device = np.array([row[6] for row in rows], np.int64).reshape(-1, N_ACCOUNTS)
+        columns = [np.array([row[i] for row in rows], np.int64) for i in range(9)]
+        device = np.array([row[9] for row in rows], np.int64).reshape(-1, N_ACCOUNTS)
         times, accounts = (np.array([m[i] for m in taken], np.int64) for i in range(2))
-        steps = (np.array(c[low:high], np.int64) for c in (case.planned, case.begun, case.ended))
+        steps = (np.array(c[low:high], np.int64) for c in (case.begun, case.ended))
         arrivals = {r: a for r, a in waiting.items() if a <= horizon}
         waiting = {r: a for r, a in waiting.items() if a > horizon}
         thrown = [(r, t) for r, t in case.preemptions if low <= next_step(case, r, t) < high]
-        chunks.append(Chunk(*steps, *columns, device, device * 0.5, times, accounts, arrivals, thrown, []))
+        chunks.append(Chunk(*steps, times, accounts, *columns, device, device * 0.5, arrivals, thrown, []))
     return chunks
 
 
@@ -197,9 +208,7 @@ def test_floors_are_summed_like_time() -> None:
     case = make_case(7)
     (chunk,) = chunks_of(case, [])
     intervals = Books().post(chunk)
-    total = sum(
-        chunk.span_floor[np.flatnonzero(chunk.span_request == r)].sum() for r in set(intervals.request.tolist())
-    )
+    total = sum(chunk.floor[np.flatnonzero(chunk.request == r)].sum() for r in set(intervals.request.tolist()))
     assert 0 < intervals.floor.sum() <= total
 
 

@@ -34,34 +34,39 @@ NEVER = np.iinfo(np.int64).min
 
 @dataclass(frozen=True)
 class Chunk:
-    """Steps that have landed, and what was recorded beside them; columns of nanoseconds, indices and counts.
+    """What was recorded since the chunk before; columns of nanoseconds, indices and counts.
+
+    A span may come later than its step, but those of a request come in order.
 
     Attributes:
-        planned, begun, ended: of each step, when its planning began and when it ran on the device.
-        span_step, span_request, span_start, span_count: of each span of a step, in the order of the steps.
-        span_usable: when the span's token could be used, or ``NEVER`` where it gave none that was delivered.
-        span_taken: when its reader had it, or ``NEVER``.
-        span_device: (spans, accounts), what the step's time on the device is booked to for this request.
-        span_floor: (spans, accounts), the floor of that in nanoseconds.
+        begun, ended: when each step that has landed ran on the device.
         times, accounts: of the host, as ``Timeline`` takes them.
+        step, request, start, count: of each span.
+        planned, span_begun, span_ended: of its step, when its planning began and when it ran on the device.
+        usable: when the span's token could be used, or ``NEVER`` where it gave none that was delivered.
+        taken: when its reader had it, or ``NEVER``.
+        device: (spans, accounts), what the step's time on the device is booked to for this request.
+        floor: (spans, accounts), the floor of that in nanoseconds.
         arrivals: of requests that have come, their time.
         preemptions: of requests that were thrown out, when.
         ended_requests: of which no more is to come.
     """
 
-    planned: Ints
     begun: Ints
     ended: Ints
-    span_step: Ints
-    span_request: Ints
-    span_start: Ints
-    span_count: Ints
-    span_usable: Ints
-    span_taken: Ints
-    span_device: Ints
-    span_floor: Floats
     times: Ints
     accounts: Ints
+    step: Ints
+    request: Ints
+    start: Ints
+    count: Ints
+    planned: Ints
+    span_begun: Ints
+    span_ended: Ints
+    usable: Ints
+    taken: Ints
+    device: Ints
+    floor: Floats
     arrivals: dict[int, int]
     preemptions: list[tuple[int, int]]
     ended_requests: list[int]
@@ -73,7 +78,7 @@ class Intervals:
 
     request: Ints
     token: Ints  # counted in its request from 0
-    step: Ints  # that gave the token, counted from the first of all
+    step: Ints  # that gave the token
     begin: Ints
     end: Ints
     spent: Ints  # (intervals, accounts)
@@ -103,7 +108,6 @@ class Books:
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
         self._times = self._accounts = self._begun = self._ended = np.zeros(0, np.int64)
-        self._n_steps = 0
 
     @property
     def n_open(self) -> int:
@@ -119,7 +123,6 @@ class Books:
         intervals = self._intervals(chunk, timeline)
         for request in chunk.ended_requests:
             self._open.pop(request, None)
-        self._n_steps += len(chunk.begun)
         self._forget()
         return intervals
 
@@ -134,11 +137,11 @@ class Books:
         self._begun, self._ended = self._begun[running], self._ended[running]
 
     def _intervals(self, chunk: Chunk, timeline: Timeline) -> Intervals:
-        order = np.lexsort((chunk.span_step, chunk.span_request))
+        order = np.lexsort((chunk.step, chunk.request))
         spans = _Spans(chunk, order, self._open)
         spans.preempted = self._preemptions(chunk, spans)
         spent = spans.device_accounts() + spans.before(timeline) + spans.behind(timeline)
-        floor = chunk.span_floor[order]
+        floor = chunk.floor[order]
         return self._complete(spans, spent, floor)
 
     def _preemptions(self, chunk: Chunk, spans: _Spans) -> Ints:
@@ -193,21 +196,20 @@ class Books:
             known.computed = max(known.computed, int((spans.start + spans.count)[first : last + 1].max()))
         sums, floors, begin = sums[:n], floors[:n], begin[:n]
         sums[:, Account.UNACCOUNTED] += end - begin - sums.sum(axis=1)
-        step = self._n_steps + spans.step[ends]
-        return Intervals(request, token, step, begin, end, sums, floors)
+        return Intervals(request, token, spans.step[ends], begin, end, sums, floors)
 
 
 class _Spans:
     """Spans by request, then step, with the times between which each is booked."""
 
     def __init__(self, chunk: Chunk, order: Ints, known: dict[int, _Open]) -> None:
-        self._device = chunk.span_device[order]
-        self.step, self.request = chunk.span_step[order], chunk.span_request[order]
-        self.start, self.count = chunk.span_start[order], chunk.span_count[order]
+        self._device = chunk.device[order]
+        self.step, self.request = chunk.step[order], chunk.request[order]
+        self.start, self.count = chunk.start[order], chunk.count[order]
         self.planned, self.begun, self.ended = (
-            column[self.step] for column in (chunk.planned, chunk.begun, chunk.ended)
+            column[order] for column in (chunk.planned, chunk.span_begun, chunk.span_ended)
         )
-        self.usable, self.taken = chunk.span_usable[order], chunk.span_taken[order]
+        self.usable, self.taken = chunk.usable[order], chunk.taken[order]
         self.preempted = np.full(len(order), NEVER, np.int64)
         n = len(order)
         self._first = np.ones(n, bool)

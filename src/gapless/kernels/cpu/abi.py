@@ -17,6 +17,7 @@ CREW_BEGUN = 0  # how many tasks have been begun
 CREW_TAPE = 1
 CREW_OPS = 2  # operations of the tape; 0 sends the threads home
 CREW_STEP = 3
+CREW_STAMPS = 4  # address of int64[n_threads][n_ops + 1]: when each thread began and was done with each operation, or 0
 CREW_BARRIER = 8  # counter of the barrier
 
 # The step's description.

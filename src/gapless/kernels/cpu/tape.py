@@ -51,6 +51,7 @@ class Tape:
         self._kernels = kernels
         self._arena = arena
         self._ops: list[Words] = []
+        self.kernels: list[str] = []  # of each operation the name
         self._buffers: dict[str, npt.NDArray[np.uint8]] = {}
         self._vectors: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
 
@@ -65,6 +66,7 @@ class Tape:
         op[abi.OP_KERNEL] = self._kernels.address(kernel)
         op[abi.OP_BARRIER] = int(barrier)
         self._ops.append(op)
+        self.kernels.append(kernel)
 
     def finish(self) -> Words:
         """The tape as (operations, OP_WORDS), 64-byte aligned."""

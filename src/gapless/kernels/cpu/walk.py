@@ -8,6 +8,7 @@ from gapless.kernels.cpu.abi import (
     CREW_BARRIER,
     CREW_BEGUN,
     CREW_OPS,
+    CREW_STAMPS,
     CREW_STEP,
     CREW_TAPE,
     OP_BARRIER,
@@ -19,6 +20,7 @@ from gapless.kernels.cpu.mem import (
     atomic_load,
     atomic_store,
     call_kernel,
+    cycles,
     ld_i64,
     pause,
     st_i64,
@@ -43,18 +45,27 @@ def barrier(counter, n_threads):  # type: ignore[no-untyped-def]
 
 
 @njit
-def walk_tape(tape, n_ops, step, tid, n_threads, counter):  # type: ignore[no-untyped-def]
+def walk_tape(crew, tid, n_threads):  # type: ignore[no-untyped-def]
+    """Each thread stamps when it is done, before it waits for the others: who was last, and how long the rest waited,
+    follows from that."""
+    tape, n_ops, step = ld_i64(crew + 8 * CREW_TAPE), ld_i64(crew + 8 * CREW_OPS), ld_i64(crew + 8 * CREW_STEP)
+    stamps, counter = ld_i64(crew + 8 * CREW_STAMPS), crew + 8 * CREW_BARRIER
+    stamp = stamps + tid * (n_ops + 1) * 8
+    if stamps != 0:
+        st_i64(stamp, cycles())
     for i in range(n_ops):
         op = tape + i * OP_WORDS * 8
         call_kernel(ld_i64(op + 8 * OP_KERNEL), op, step, tid, n_threads)
+        if stamps != 0:
+            stamp += 8
+            st_i64(stamp, cycles())
         if ld_i64(op + 8 * OP_BARRIER) != 0:
             barrier(counter, n_threads)
 
 
 def walk(crew, tid, n_threads):  # type: ignore[no-untyped-def]
     """Run the crew's current task; every thread does this, or ``serve``, with its own ``tid``."""
-    tape = ld_i64(crew + 8 * CREW_TAPE)
-    walk_tape(tape, ld_i64(crew + 8 * CREW_OPS), ld_i64(crew + 8 * CREW_STEP), tid, n_threads, crew + 8 * CREW_BARRIER)
+    walk_tape(crew, tid, n_threads)
 
 
 def serve(crew, tid, n_threads, seen_at, spins):  # type: ignore[no-untyped-def]
@@ -72,11 +83,9 @@ def serve(crew, tid, n_threads, seen_at, spins):  # type: ignore[no-untyped-def]
             break
         seen += 1
         st_i64(seen_at, seen)
-        n_ops = ld_i64(crew + 8 * CREW_OPS)
-        if n_ops == 0:
+        if ld_i64(crew + 8 * CREW_OPS) == 0:
             break
-        tape = ld_i64(crew + 8 * CREW_TAPE)
-        walk_tape(tape, n_ops, ld_i64(crew + 8 * CREW_STEP), tid, n_threads, crew + 8 * CREW_BARRIER)
+        walk_tape(crew, tid, n_threads)
 
 
 def begin(crew):  # type: ignore[no-untyped-def]
@@ -84,4 +93,9 @@ def begin(crew):  # type: ignore[no-untyped-def]
     atomic_store(crew + 8 * CREW_BEGUN, ld_i64(crew + 8 * CREW_BEGUN) + 1)
 
 
-KERNELS = {"walk": (walk, 3), "serve": (serve, 5), "begin": (begin, 1)}
+def stamp(at):  # type: ignore[no-untyped-def]
+    """Write the time-stamp counter."""
+    st_i64(at, cycles())
+
+
+KERNELS = {"walk": (walk, 3), "serve": (serve, 5), "begin": (begin, 1), "stamp": (stamp, 1)}

@@ -1,0 +1,109 @@
+"""What a step's stamps say: how long each kind of operation took, and how long threads waited for the slowest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.kernels.count import OpKind
+from gapless.kernels.cpu import abi
+from gapless.kernels.cpu.arena import Arena, address_of
+from gapless.kernels.cpu.loader import Kernels
+
+Ints = npt.NDArray[np.int64]
+
+SAMPLE = len(OpKind)  # behind the columns of the vocabulary's operations: choosing tokens
+N_KINDS = SAMPLE + 1
+_KINDS = list(OpKind)
+# By the beginning of a kernel's name. A gate is computed by the product before it, a residual added by the one behind.
+_BY_NAME = {
+    "embed": OpKind.EMBED, "norm": OpKind.NORM, "quantise": OpKind.NORM, "add": OpKind.ADD, "linear": OpKind.LINEAR,
+    "gated": OpKind.LINEAR, "rope_cache": OpKind.ROPE_CACHE, "attention": OpKind.ATTENTION, "softcap": OpKind.LOGITS,
+    "route": OpKind.EXPERTS, "dispatch": OpKind.EXPERTS, "gather": OpKind.EXPERTS, "combine": OpKind.EXPERTS,
+}  # fmt: skip
+
+
+def kind_of(kernel: str, rows: int) -> int:
+    """The column of an operation.
+
+    Args:
+        kernel: its name.
+        rows: its word ``OP_ROWS``, which tells products of tokens, of samples and of the rows of an expert apart.
+    """
+    if kernel in ("argmax", "sample"):
+        return SAMPLE
+    kind = next(kind for name, kind in _BY_NAME.items() if kernel.startswith(name))
+    if kind is OpKind.LINEAR and rows == abi.ROWS_SAMPLES:
+        kind = OpKind.LOGITS
+    elif kind is OpKind.LINEAR and rows != abi.ROWS_TOKENS:
+        kind = OpKind.EXPERTS
+    return _KINDS.index(kind)
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """Times of steps on the device, in nanoseconds of ``time.perf_counter_ns``.
+
+    Attributes:
+        begun, ended: (steps,).
+        by_kind: (steps, N_KINDS), the mean over threads of the time in operations of a kind.
+        sync: (steps,), the mean over threads of the time that they waited for others.
+    """
+
+    begun: Ints
+    ended: Ints
+    by_kind: Ints
+    sync: Ints
+
+
+class TapeProfile:
+    """Reads the stamps of one tape.
+
+    Args:
+        kinds: of each operation its column.
+        barriers: of each operation whether all threads meet behind it.
+    """
+
+    def __init__(self, kernels: Kernels, arena: Arena, kinds: Sequence[int], barriers: Sequence[bool]) -> None:
+        self._stamp = kernels.function("stamp", 1)
+        self._word = arena.take(64).view(np.int64)
+        self._kinds = np.asarray(kinds)
+        self._barriers = np.asarray(barriers, bool)
+        self._since = self._anchor()
+
+    def _anchor(self) -> tuple[int, int]:
+        """The counter and the clock at the same moment, to half a microsecond or so."""
+        before = time.perf_counter_ns()
+        self._stamp(address_of(self._word))
+        return int(self._word[0]), (before + time.perf_counter_ns()) // 2
+
+    def times(self, stamps: Ints) -> DeviceTimes:
+        """What the stamps of steps say: (steps, threads, operations + 1), in the order in which they ran.
+
+        The counter is read beside the clock at every call and taken to run evenly in between.
+        """
+        since, now = self._since, self._anchor()
+        self._since = now
+        rate = (now[1] - since[1]) / max(now[0] - since[0], 1)  # nanoseconds of a tick
+
+        first, last = stamps[:, 0, 0], stamps[:, :, -1].max(axis=1)
+        begun, ended = (np.rint((x - since[0]) * rate).astype(np.int64) + since[1] for x in (first, last))
+        by_kind, sync = self._ticks(stamps)
+        return DeviceTimes(begun, ended, (by_kind * rate).astype(np.int64), (sync * rate).astype(np.int64))
+
+    def _ticks(self, stamps: Ints) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        done = stamps[:, :, 1:]
+        latest = done.max(axis=1, keepdims=True)
+        entered = stamps[:, :, :-1].copy()
+        entered[:, :, 1:][:, :, self._barriers[:-1]] = latest[:, :, :-1][:, :, self._barriers[:-1]]
+        spent = np.maximum(done - entered, 0).mean(axis=1)
+        waited = (latest - done).mean(axis=1)[:, self._barriers].sum(axis=1)
+        late = np.maximum(stamps[:, :, 0] - stamps[:, :1, 0], 0).mean(axis=1)  # to come to the first operation
+        by_kind = np.zeros((len(stamps), N_KINDS))
+        for kind in np.unique(self._kinds):
+            by_kind[:, kind] = spent[:, self._kinds == kind].sum(axis=1)
+        return by_kind, waited + late
