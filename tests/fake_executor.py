@@ -85,6 +85,10 @@ class FakeExecutor:
         return self._capacity
 
     @property
+    def profile(self) -> None:
+        return None
+
+    @property
     def depth(self) -> int:
         return self._depth
 

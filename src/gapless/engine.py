@@ -18,11 +18,13 @@ from typing import TypeVar
 
 from gapless.errors import ExecutorError, ModelError
 from gapless.executor.protocol import Executor
+from gapless.ledger.accounts import Account
+from gapless.ledger.ledger import Ledger
 from gapless.machine import start_thread
 from gapless.request import FinishReason, Request
 from gapless.sampling import SamplingParams
 from gapless.scheduler import Scheduler, TokenEvent
-from gapless.step import StepResult, TokenLogprobs
+from gapless.step import StepPlan, StepResult, TokenLogprobs
 
 T = TypeVar("T")
 
@@ -83,9 +85,10 @@ class Engine:
     once the engine has ended, ``submit`` and ``call`` raise ExecutorError.
     """
 
-    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler, ledger: Ledger | None = None) -> None:
         self.executor = executor
         self.scheduler = scheduler
+        self.ledger = ledger
         self.stats = EngineStats()
         self.driving = threading.Lock()
         self._sinks: dict[int, Sink] = {}
@@ -106,11 +109,15 @@ class Engine:
         *,
         stop_ids: frozenset[int] = frozenset(),
         priority: int = 0,
+        read: bool = False,
     ) -> list[int]:
         """Queue a prompt, one sample for each sink; returns their request ids.
 
         Sample ``i`` has the seed ``seed + i * SEED_STEP`` (modulo 2^64), so the first is what ``n = 1`` gives. What is
         wrong with a request is told to its sink, by ``on_finish``.
+
+        Args:
+            read: whether a reader tells the ledger what it has taken; else what can be used counts as taken.
         """
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         tokens, leader = tuple(prompt), None
@@ -121,7 +128,7 @@ class Engine:
             request = Request(next(self._ids), tokens, sampling, own_seed, stop_ids, priority, leader)
             leader = leader or request
             ids.append(request.request_id)
-            commands.append(partial(self._add, request, sink))
+            commands.append(partial(self._add, request, sink, time.perf_counter_ns(), read))
         self._post(*commands)
         return ids
 
@@ -158,18 +165,21 @@ class Engine:
         An error of the executor ends the requests that ran and is told to their sinks.
         """
         started, before = time.perf_counter(), self._inside_s
+        self._host(Account.SCHEDULE)
         while self._commands:
             self._commands.popleft()()
         try:
-            while self._n_launched < self.executor.depth and (plan := self.scheduler.plan()) is not None:
-                self._inside(lambda: self.executor.launch(plan))
-                self._n_launched += 1
+            while self._n_launched < self.executor.depth and (plan := self._plan()) is not None:
+                self._launch(plan)
             result = self._land() if self._n_launched else None
         except Exception as problem:  # whatever a device may raise
             self._fail(problem)
         else:
             if result is not None:
                 self._deliver(self.scheduler.commit(result))
+        if self.ledger is not None and (self.ledger.due or not self.has_work):
+            self.ledger.post()
+        self._host(Account.LAUNCH)
         self.stats.executor_s += self._inside_s - before
         self.stats.busy_s += time.perf_counter() - started
 
@@ -191,13 +201,40 @@ class Engine:
         finally:
             self._inside_s += time.perf_counter() - started
 
+    def _plan(self) -> StepPlan | None:
+        if self.ledger is None:
+            return self.scheduler.plan()
+        self.ledger.planning()
+        plan = self.scheduler.plan()
+        for request in self.scheduler.preempted_now:
+            self.ledger.preempted(request)
+        return plan
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._host(Account.PREPARE)
+        self._inside(lambda: self.executor.launch(plan))
+        self._n_launched += 1
+        if self.ledger is not None:
+            self.ledger.launched(plan)
+        self._host(Account.SCHEDULE)
+
     def _land(self) -> StepResult:
         self._n_launched -= 1
+        self._host(Account.LAUNCH)
         result = self._inside(self.executor.land)
+        self._host(Account.SCHEDULE)
         self.stats.steps += 1
+        if self.ledger is not None:
+            self.ledger.landed(result)
         return result
 
+    def _host(self, account: Account) -> None:
+        """From now on the host does what is booked to this account."""
+        if self.ledger is not None:
+            self.ledger.host(account)
+
     def _deliver(self, events: list[TokenEvent]) -> None:
+        self._host(Account.DETOKENIZE)
         self.stats.tokens += sum(event.token >= 0 for event in events)
         for request, token, logprobs, reason in events:
             sink = self._sinks.get(request.request_id)
@@ -212,23 +249,29 @@ class Engine:
             except Exception as problem:  # the sink's own: the others go on
                 self._finish(request.request_id, "error", problem, ended=reason is not None)
                 continue
+            if self.ledger is not None:
+                self.ledger.usable(request.request_id)
             if stopped or reason is not None:
                 # A stop string may complete with the very token that also ends the request.
                 self._finish(request.request_id, "stop" if stopped else reason or "stop", ended=reason is not None)
 
-    def _add(self, request: Request, sink: Sink) -> None:
+    def _add(self, request: Request, sink: Sink, arrival_ns: int, read: bool) -> None:
         try:
             self.scheduler.add(request)
         except Exception as problem:
             self._tell(sink, "error", problem)
         else:
             self._sinks[request.request_id] = sink
+            if self.ledger is not None:
+                self.ledger.arrived(request.request_id, len(request.prompt), arrival_ns, read=read)
 
     def _finish(
         self, request_id: int, reason: FinishReason, error: Exception | None = None, *, ended: bool = False
     ) -> None:
         """Tell the sink of the end of a request, which the scheduler knows of already if ``ended``."""
         if ended or self.scheduler.finish(request_id, reason):
+            if self.ledger is not None:
+                self.ledger.ended(request_id)
             self._tell(self._sinks.pop(request_id), reason, error)
 
     @staticmethod
@@ -244,6 +287,9 @@ class Engine:
             while self._n_launched:
                 self._deliver(self.scheduler.commit(self._land()))
             self.scheduler.recompute()
+            if self.ledger is not None:
+                for request in self.scheduler.preempted_now:
+                    self.ledger.preempted(request)
         except Exception as problem:
             self._fail(problem)
         try:
@@ -257,6 +303,8 @@ class Engine:
             with contextlib.suppress(Exception):
                 self.executor.land()
         self._n_launched = 0
+        if self.ledger is not None:
+            self.ledger.failed()
         for request in self.scheduler.fail():
             self._finish(request.request_id, "error", problem, ended=True)
 

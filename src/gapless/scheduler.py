@@ -192,6 +192,11 @@ class Scheduler:
     def n_running(self) -> int:
         return len(self._running)
 
+    @property
+    def preempted_now(self) -> list[int]:
+        """Ids of the requests that the last plan, or ``recompute``, has thrown out of the cache."""
+        return [request.request_id for request in self._preempted_now]
+
     # --- planning
 
     def plan(self) -> StepPlan | None:
@@ -444,6 +449,7 @@ class Scheduler:
         No step may be in flight.
         """
         assert not self._in_flight
+        self._preempted_now.clear()
         while self._running:
             self._preempt(self._running[-1])
         self.cache.forget()

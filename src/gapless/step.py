@@ -8,7 +8,7 @@ the next step can be planned and launched before this one has landed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gapless.sampling import SamplingParams
 
@@ -91,3 +91,4 @@ class StepResult:
 
     step_id: int
     tokens: tuple[SampledToken, ...]
+    stamps: Any = None  # for the executor's ``profile``, valid until as many steps as its depth have been launched

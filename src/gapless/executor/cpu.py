@@ -18,6 +18,7 @@ from gapless.arch.spec import ModelSpec, ModelWeights
 from gapless.errors import ExecutorError, ResourceError
 from gapless.executor.cpu_step import Slots, StepMemory, single_span
 from gapless.executor.crew import Crew
+from gapless.executor.profile import TapeProfile, kind_of
 from gapless.executor.protocol import Capacity
 from gapless.kernels.cpu import abi, kv, sample_record
 from gapless.kernels.cpu.arena import Arena, address_of
@@ -89,6 +90,15 @@ class CpuExecutor:
         self._n_logits_ops = len(tape)
         self._sampling_ops(tape, logits)
         self._tape = tape.finish()
+        self.profile = TapeProfile(
+            kernels, self._arena,
+            [kind_of(name, int(op[abi.OP_ROWS])) for name, op in zip(tape.kernels, self._tape, strict=True)],
+            self._tape[:, abi.OP_BARRIER] != 0,
+        )  # fmt: skip
+        self._stamps = [
+            self._arena.take(self.n_threads * (len(tape) + 1) * 8).view(np.int64).reshape(self.n_threads, -1)
+            for _ in range(self._depth)
+        ]
         self._tape_at = address_of(self._tape)
         self.weights_bytes = packed.nbytes
         self.kv_bytes = pool.nbytes
@@ -97,7 +107,7 @@ class CpuExecutor:
             StepMemory(self._arena, limits, kv.UnitPlanner(spec, limits, context, self._arena))
             for _ in range(self._depth)
         ]
-        self._launched: deque[tuple[StepPlan, StepMemory]] = deque()
+        self._launched: deque[tuple[StepPlan, int]] = deque()
         self._n_launched = 0
         self._crew = Crew(kernels, self.n_threads)
         try:
@@ -122,21 +132,22 @@ class CpuExecutor:
             self._slots.admit(admission)
         for span in plan.spans:
             self._slots.map_pages(span)
-        memory = self._steps[self._n_launched % self._depth]
+        index = self._n_launched % self._depth
+        memory = self._steps[index]
         self._n_launched += 1
         memory.fill(plan, self._slots)
-        self._launched.append((plan, memory))
+        self._launched.append((plan, index))
         if self._runner is not None:
-            self._runner.start(memory)
+            self._runner.start(index)
 
     def land(self) -> StepResult:
         assert self._launched, "no step is in flight"
-        plan, memory = self._launched.popleft()
+        plan, index = self._launched.popleft()
         if self._runner is not None:
             self._runner.finish()
         else:
-            self._run(memory)
-        return StepResult(plan.step_id, memory.results(plan, self._slots))
+            self._run(index)
+        return StepResult(plan.step_id, self._steps[index].results(plan, self._slots), self._stamps[index])
 
     def close(self) -> None:
         if self._runner is not None:
@@ -186,8 +197,9 @@ class CpuExecutor:
         rows: F32 = np.frombuffer(raw, np.float32).reshape(count, -1)
         return rows[:, : self._vocab]
 
-    def _run(self, memory: StepMemory) -> None:
-        self._crew.run(self._tape_at, len(self._tape), memory.address)
+    def _run(self, index: int) -> None:
+        stamps = address_of(self._stamps[index])
+        self._crew.run(self._tape_at, len(self._tape), self._steps[index].address, stamps)
 
     def _sampling_ops(self, tape: Tape, logits: Rows) -> None:
         words = sample_record.sample_words(logits.address, logits.stride, self._vocab, tape)
@@ -198,15 +210,15 @@ class CpuExecutor:
 class _Runner:
     """Runs steps one after the other on a thread of its own."""
 
-    def __init__(self, run: Callable[[StepMemory], None]) -> None:
+    def __init__(self, run: Callable[[int], None]) -> None:
         self._run = run
-        self._todo: queue.SimpleQueue[StepMemory | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="gapless-0", daemon=True)
         start_thread(self._thread)
 
-    def start(self, memory: StepMemory) -> None:
-        self._todo.put(memory)
+    def start(self, index: int) -> None:
+        self._todo.put(index)
 
     def finish(self) -> None:
         """Wait for the oldest step."""
@@ -219,9 +231,9 @@ class _Runner:
         self._thread.join()
 
     def _serve(self) -> None:
-        while (memory := self._todo.get()) is not None:
+        while (index := self._todo.get()) is not None:
             try:
-                self._run(memory)
+                self._run(index)
                 self._done.put(None)
             except BaseException as problem:  # whoever lands must learn of it
                 self._done.put(problem)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gapless.step import StepPlan, StepResult
+
+if TYPE_CHECKING:  # planning needs no arrays
+    from gapless.executor.timing import StepProfile
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class Executor(Protocol):
     @property
     def depth(self) -> int:
         """How many steps may be in flight, at least 1."""
+        ...
+
+    @property
+    def profile(self) -> StepProfile | None:
+        """Reads the stamps of results; None if steps are not stamped."""
         ...
 
     def launch(self, plan: StepPlan) -> None:

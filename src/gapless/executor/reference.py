@@ -65,6 +65,10 @@ class ReferenceExecutor:
         return self._capacity
 
     @property
+    def profile(self) -> None:
+        return None
+
+    @property
     def depth(self) -> int:
         return 1
 

@@ -106,6 +106,8 @@ class Books:
     """Takes chunks in order and gives the intervals that they complete."""
 
     def __init__(self) -> None:
+        self.hidden = np.zeros(N_ACCOUNTS, np.int64)  # what the host did while the device ran
+        self._seen = NEVER  # the end of the last step
         self._open: dict[int, _Open] = {}
         self._times = self._accounts = self._begun = self._ended = np.zeros(0, np.int64)
 
@@ -121,10 +123,18 @@ class Books:
         self._begun, self._ended = _joined(self._begun, chunk.begun), _joined(self._ended, chunk.ended)
         timeline = Timeline(self._times, self._accounts, self._begun, self._ended)
         intervals = self._intervals(chunk, timeline)
+        self._add_hidden(chunk, timeline)
         for request in chunk.ended_requests:
             self._open.pop(request, None)
         self._forget()
         return intervals
+
+    def _add_hidden(self, chunk: Chunk, timeline: Timeline) -> None:
+        if len(chunk.ended):
+            since, until = (np.array([t]) for t in (max(self._seen, int(chunk.begun[0])), int(chunk.ended[-1])))
+            self.hidden = self.hidden + (timeline.host(since, until) - timeline.idle_host(since, until))[0]
+            self.hidden[Account.LAUNCH] = 0  # then it waits for the device
+            self._seen = int(chunk.ended[-1])
 
     def _forget(self) -> None:
         """Keep of the past what an open request still needs."""

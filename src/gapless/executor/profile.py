@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from gapless.executor.timing import N_COLUMNS, SAMPLE_COLUMN, DeviceTimes
 from gapless.kernels.count import OpKind
 from gapless.kernels.cpu import abi
 from gapless.kernels.cpu.arena import Arena, address_of
@@ -16,8 +16,6 @@ from gapless.kernels.cpu.loader import Kernels
 
 Ints = npt.NDArray[np.int64]
 
-SAMPLE = len(OpKind)  # behind the columns of the vocabulary's operations: choosing tokens
-N_KINDS = SAMPLE + 1
 _KINDS = list(OpKind)
 # By the beginning of a kernel's name. A gate is computed by the product before it, a residual added by the one behind.
 _BY_NAME = {
@@ -35,29 +33,13 @@ def kind_of(kernel: str, rows: int) -> int:
         rows: its word ``OP_ROWS``, which tells products of tokens, of samples and of the rows of an expert apart.
     """
     if kernel in ("argmax", "sample"):
-        return SAMPLE
+        return SAMPLE_COLUMN
     kind = next(kind for name, kind in _BY_NAME.items() if kernel.startswith(name))
     if kind is OpKind.LINEAR and rows == abi.ROWS_SAMPLES:
         kind = OpKind.LOGITS
     elif kind is OpKind.LINEAR and rows != abi.ROWS_TOKENS:
         kind = OpKind.EXPERTS
     return _KINDS.index(kind)
-
-
-@dataclass(frozen=True)
-class DeviceTimes:
-    """Times of steps on the device, in nanoseconds of ``time.perf_counter_ns``.
-
-    Attributes:
-        begun, ended: (steps,).
-        by_kind: (steps, N_KINDS), the mean over threads of the time in operations of a kind.
-        sync: (steps,), the mean over threads of the time that they waited for others.
-    """
-
-    begun: Ints
-    ended: Ints
-    by_kind: Ints
-    sync: Ints
 
 
 class TapeProfile:
@@ -90,8 +72,9 @@ class TapeProfile:
         self._since = now
         rate = (now[1] - since[1]) / max(now[0] - since[0], 1)  # nanoseconds of a tick
 
-        first, last = stamps[:, 0, 0], stamps[:, :, -1].max(axis=1)
-        begun, ended = (np.rint((x - since[0]) * rate).astype(np.int64) + since[1] for x in (first, last))
+        first = stamps[:, 0, 0]
+        begun = np.rint((first - since[0]) * rate).astype(np.int64) + since[1]
+        ended = begun + np.ceil((stamps[:, :, -1].max(axis=1) - first) * rate).astype(np.int64)
         by_kind, sync = self._ticks(stamps)
         return DeviceTimes(begun, ended, (by_kind * rate).astype(np.int64), (sync * rate).astype(np.int64))
 
@@ -99,11 +82,12 @@ class TapeProfile:
         done = stamps[:, :, 1:]
         latest = done.max(axis=1, keepdims=True)
         entered = stamps[:, :, :-1].copy()
+        np.maximum(entered[:, :, 0], entered[:, :1, 0], out=entered[:, :, 0])  # a step begins with its first thread
         entered[:, :, 1:][:, :, self._barriers[:-1]] = latest[:, :, :-1][:, :, self._barriers[:-1]]
         spent = np.maximum(done - entered, 0).mean(axis=1)
         waited = (latest - done).mean(axis=1)[:, self._barriers].sum(axis=1)
         late = np.maximum(stamps[:, :, 0] - stamps[:, :1, 0], 0).mean(axis=1)  # to come to the first operation
-        by_kind = np.zeros((len(stamps), N_KINDS))
+        by_kind = np.zeros((len(stamps), N_COLUMNS))
         for kind in np.unique(self._kinds):
             by_kind[:, kind] = spent[:, self._kinds == kind].sum(axis=1)
         return by_kind, waited + late

@@ -1,0 +1,130 @@
+"""What the time of a step on the device is booked to, for each request that it computed for.
+
+An operation's time goes to the account of what bounds it: reading weights, reading the cache, or arithmetic. Where
+other requests' prompts ran beside a request, its share of an operation is what the roofline says it would have taken
+without them, over what it says of all of it; the rest is ``neighbours``. Tokens that decode beside each other are no
+neighbours in this sense: they share what the step reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.executor.timing import N_COLUMNS, SAMPLE_COLUMN, DeviceTimes
+from gapless.kernels.count import OpKind, StepCounter, Steps
+from gapless.ledger.accounts import N_ACCOUNTS, Account
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+_KINDS = list(OpKind)
+_INT8 = (OpKind.LINEAR, OpKind.LOGITS, OpKind.EXPERTS)
+_OF_CACHE = (OpKind.ROPE_CACHE, OpKind.ATTENTION)
+_MEMORY = np.array([Account.KV if kind in _OF_CACHE else Account.WEIGHTS for kind in _KINDS], np.int64)
+# Measured with the product before or behind them, where they are fused into it.
+_FUSED = {OpKind.GATED: OpKind.LINEAR, OpKind.ADD: OpKind.LINEAR}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches at most.
+
+    Attributes:
+        bandwidth_bytes_per_s: of reads over a working set like the model's.
+        int8_ops_per_s: of the products of quantised weights; a multiply-add is two.
+        float_ops_per_s: of everything else.
+    """
+
+    bandwidth_bytes_per_s: float
+    int8_ops_per_s: float
+    float_ops_per_s: float
+
+
+@dataclass(frozen=True)
+class SpanColumns:
+    """Spans of steps.
+
+    Attributes:
+        step: index into the steps' columns.
+        start, count: positions.
+        sample: whether its last position is sampled.
+        prompt: whether it reads a prompt (or computes again), and does not decode.
+    """
+
+    step: Ints
+    start: Ints
+    count: Ints
+    sample: Bools
+    prompt: Bools
+
+
+def attribute(counter: StepCounter, ceilings: Ceilings, times: DeviceTimes, spans: SpanColumns) -> tuple[Ints, Floats]:
+    """Of each span what its step's time is booked to, and the floor of that: both (spans, accounts), in nanoseconds.
+
+    What is booked adds up to the step's time on the device.
+    """
+    n_steps = len(times.begun)
+    steps, variant = _variants(n_steps, spans)
+    memory_s, arithmetic_s = _floors(counter, ceilings, steps)
+    floor_ns = 1e9 * np.maximum(memory_s, arithmetic_s)  # (kinds, variants)
+    mine, whole = floor_ns[:, variant].T, floor_ns[:, spans.step].T
+    part = np.divide(mine, whole, out=np.ones_like(mine), where=whole > 0)
+    by_kind = times.by_kind[spans.step]
+    own = by_kind.copy()
+    own[:, :SAMPLE_COLUMN] = np.minimum(
+        by_kind[:, :SAMPLE_COLUMN], (by_kind[:, :SAMPLE_COLUMN] * part).astype(np.int64)
+    )
+    bound = np.where(memory_s >= arithmetic_s, _MEMORY[:, None], Account.COMPUTE)[:, variant].T
+    device = np.zeros((len(spans.step), N_ACCOUNTS), np.int64)
+    floor = np.zeros((len(spans.step), N_ACCOUNTS))
+    rows = np.arange(len(spans.step))
+    for kind in range(SAMPLE_COLUMN):
+        device[rows, bound[:, kind]] += own[:, kind]
+        floor[rows, bound[:, kind]] += mine[:, kind]
+    device[:, Account.SAMPLE] = own[:, SAMPLE_COLUMN]
+    device[:, Account.NEIGHBOURS] = (by_kind - own).sum(axis=1)
+    device[:, Account.SYNC] = times.sync[spans.step]
+    device[:, Account.LAUNCH] = (times.ended - times.begun)[spans.step] - device.sum(axis=1)
+    return device, floor
+
+
+def _variants(n_steps: int, spans: SpanColumns) -> tuple[Steps, Ints]:
+    """Steps to be counted, the whole ones first, and of each span the one that has no prompts of others in it."""
+    n_prompts = np.bincount(spans.step[spans.prompt], minlength=n_steps)
+    variant = spans.step.copy()
+    lists = [(spans.step, np.arange(len(spans.step)))]  # step, and its span
+    n = n_steps
+    decodes = np.flatnonzero(~spans.prompt & (n_prompts[spans.step] > 0))
+    if len(decodes):  # they share one: the step without any prompt
+        mixed, place = np.unique(spans.step[decodes], return_inverse=True)
+        variant[decodes] = n + place
+        lists.append((n + place, decodes))
+        n += len(mixed)
+    for span in np.flatnonzero(spans.prompt & (n_prompts[spans.step] > 1)):  # each its own
+        beside = np.flatnonzero((spans.step == spans.step[span]) & ~spans.prompt)
+        members = np.append(beside, span)
+        lists.append((np.full(len(members), n, np.int64), members))
+        variant[span] = n
+        n += 1
+    step, span = (np.concatenate([each[i] for each in lists]) for i in range(2))
+    samples = np.bincount(step, weights=spans.sample[span], minlength=n).astype(np.int64)
+    return Steps(n, step, spans.start[span], spans.count[span], samples), variant
+
+
+def _floors(counter: StepCounter, ceilings: Ceilings, steps: Steps) -> tuple[Floats, Floats]:
+    """Seconds for memory and for arithmetic: (kinds, steps) each."""
+    memory, arithmetic = np.zeros((2, len(_KINDS), steps.n_steps))
+    for kind, work in counter.count_steps(steps).items():
+        flops, weight_bytes, kv_read, kv_write = work[:4]
+        at = _KINDS.index(_FUSED.get(kind, kind))
+        rate = ceilings.int8_ops_per_s if kind in _INT8 else ceilings.float_ops_per_s
+        memory[at] += (weight_bytes + kv_read + kv_write) / ceilings.bandwidth_bytes_per_s
+        arithmetic[at] += flops / rate
+    return memory, arithmetic
+
+
+assert len(_KINDS) + 1 == N_COLUMNS

@@ -1,0 +1,336 @@
+"""Recorded while steps run, booked in batches behind them; what is old is kept as exact sums.
+
+While steps run, only numbers are appended to lists. Every ``BATCH_STEPS`` steps they are booked at once, in vectorised
+code, so that what a step costs is measured in microseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.executor.timing import DeviceTimes, StepProfile
+from gapless.kernels.count import StepCounter, Steps
+from gapless.ledger.accounts import N_ACCOUNTS, Account
+from gapless.ledger.attribute import Ceilings, SpanColumns, attribute
+from gapless.ledger.books import NEVER, Books, Chunk, Intervals
+from gapless.step import StepPlan, StepResult
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+BATCH_STEPS = 256
+KEPT_TOKENS = 1 << 16  # whose intervals are kept one by one
+N_WORST = 10
+HELD_SPANS = 4096  # of a request whose reader does not read: beyond them its tokens count as taken
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token that its reader waited long for."""
+
+    length: int
+    request: int
+    token: int
+    step: int
+    spent: tuple[int, ...]
+
+
+@dataclass
+class Totals:
+    """Sums over all tokens since the start.
+
+    Attributes:
+        tokens: booked.
+        wall_ns: of their intervals.
+        spent_ns, floor_ns: by account; ``spent_ns`` adds up to ``wall_ns``.
+        hidden_ns: by account, what the host did while the device ran.
+        weight_bytes, kv_bytes, flops: of all steps, once each.
+        steps: that have landed, and ``device_ns`` for which they ran.
+    """
+
+    tokens: int = 0
+    wall_ns: int = 0
+    spent_ns: Ints = field(default_factory=lambda: np.zeros(N_ACCOUNTS, np.int64))
+    floor_ns: Floats = field(default_factory=lambda: np.zeros(N_ACCOUNTS))
+    hidden_ns: Ints = field(default_factory=lambda: np.zeros(N_ACCOUNTS, np.int64))
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    flops: int = 0
+    steps: int = 0
+    device_ns: int = 0
+
+
+class Ledger:
+    """The books of one engine.
+
+    ``taken`` and ``left`` may be called by any thread, the rest by the one that drives the engine.
+
+    Args:
+        profile: reads the stamps of steps.
+        counter: counts their work, with weights and cache as they are held.
+        ceilings: of the device.
+    """
+
+    def __init__(self, profile: StepProfile, counter: StepCounter, ceilings: Ceilings) -> None:
+        self.totals = Totals()
+        self._profile, self._counter, self._ceilings = profile, counter, ceilings
+        self._books = Books()
+        self._kept: deque[Intervals] = deque()
+        self._n_kept = 0
+        self._worst: list[tuple[int, int, int, WorstToken]] = []  # a heap
+        self._marks: list[int] = []  # time and account, by turns
+        self._planning = 0
+        self._launched: deque[tuple[StepPlan, int]] = deque()
+        self._landed: list[tuple[StepPlan, int]] = []
+        self._stamps: npt.NDArray[np.int64] | None = None
+        self._usable: list[tuple[int, int, int]] = []
+        self._arrivals: dict[int, int] = {}
+        self._preemptions: list[tuple[int, int]] = []
+        self._ended: list[int] = []
+        self._prompts: dict[int, int] = {}  # of open requests their tokens
+        self._readers: dict[int, deque[int]] = {}  # of requests that are read as they go, when tokens were taken
+        self._held: _Rows | None = None
+
+    # --- while steps run
+
+    def host(self, account: Account) -> None:
+        """From now on the host does what is booked to this account."""
+        self._marks += (time.perf_counter_ns(), account)
+
+    def arrived(self, request: int, n_prompt: int, arrival_ns: int, *, read: bool) -> None:
+        """A request has come.
+
+        Args:
+            arrival_ns: when it was submitted.
+            read: whether a reader tells what it has taken.
+        """
+        self._arrivals[request] = arrival_ns
+        self._prompts[request] = n_prompt
+        if read:
+            self._readers[request] = deque()
+
+    def planning(self) -> None:
+        """The next step is being planned from now on."""
+        self._planning = time.perf_counter_ns()
+
+    def launched(self, plan: StepPlan) -> None:
+        self._launched.append((plan, self._planning))
+
+    def landed(self, result: StepResult) -> None:
+        """The oldest step that was launched has landed."""
+        n = len(self._landed)
+        if self._stamps is None or n == len(self._stamps):
+            self._stamps = _grown(self._stamps, result.stamps)
+        self._stamps[n] = result.stamps
+        self._landed.append(self._launched.popleft())
+
+    def usable(self, request: int) -> None:
+        """The token of the step that has just landed can be used."""
+        self._usable.append((self._landed[-1][0].step_id, request, time.perf_counter_ns()))
+
+    def preempted(self, request: int) -> None:
+        self._preemptions.append((request, time.perf_counter_ns()))
+
+    def ended(self, request: int) -> None:
+        """No token of it comes any more."""
+        self._ended.append(request)
+
+    def failed(self) -> None:
+        """The steps in flight will not land."""
+        self._launched.clear()
+
+    @property
+    def due(self) -> bool:
+        return len(self._landed) >= BATCH_STEPS
+
+    # --- by readers
+
+    def taken(self, request: int, n_tokens: int) -> None:
+        """A reader has so many more tokens."""
+        reader = self._readers.get(request)
+        if reader is not None:
+            reader.extend([time.perf_counter_ns()] * n_tokens)
+
+    def left(self, request: int) -> None:
+        """Nobody reads it any more: what comes counts as taken."""
+        self._readers.pop(request, None)
+
+    # --- behind them
+
+    def post(self) -> None:
+        """Book what has landed."""
+        if not self._landed and not self._ended:
+            return
+        times, rows = self._rows()
+        ready, self._held = self._ready(rows)
+        marks = np.array(self._marks, np.int64).reshape(-1, 2)
+        self._marks.clear()
+        held = set() if self._held is None else set(self._held.request.tolist())
+        over, self._ended = [r for r in self._ended if r not in held], [r for r in self._ended if r in held]
+        chunk = Chunk(
+            times.begun,
+            times.ended,
+            marks[:, 0],
+            marks[:, 1],
+            *ready.columns(),
+            self._arrivals,
+            self._preemptions,
+            over,
+        )
+        self._arrivals, self._preemptions = {}, []
+        for request in over:
+            self._prompts.pop(request, None)
+            self._readers.pop(request, None)
+        intervals = self._books.post(chunk)
+        self._add(times, intervals)
+
+    def intervals(self) -> list[Intervals]:
+        """Those that are kept, in the order of booking."""
+        return list(self._kept)
+
+    def worst(self) -> list[WorstToken]:
+        """The tokens behind the first of their request that were waited for longest, the worst first."""
+        return [entry[-1] for entry in sorted(self._worst, reverse=True)]
+
+    def _rows(self) -> tuple[DeviceTimes, _Rows]:
+        landed, self._landed = self._landed, []
+        known = self._prompts
+        empty = np.zeros(0, np.int64)
+        if not landed:
+            return DeviceTimes(empty, empty, empty.reshape(0, 0), empty), self._held or _Rows.empty()
+        assert self._stamps is not None
+        times = self._profile.times(self._stamps[: len(landed)])
+        spans = np.array(
+            [
+                (index, plan.step_id, planned, s.request_id, s.start, s.count, s.sample, known.get(s.request_id, -1))
+                for index, (plan, planned) in enumerate(landed)
+                for s in plan.spans
+            ],
+            np.int64,
+        )  # fmt: skip
+        index, step, planned, request, start, count, sample, n_prompt = spans.T
+        prompt = (start < n_prompt) | (count > 1)
+        columns = SpanColumns(index, start, count, sample.astype(bool), prompt)
+        device, floor = attribute(self._counter, self._ceilings, times, columns)
+        self._count(len(landed), index, start, count, sample)
+        usable = self._usable_of(step, request)
+        rows = _Rows(
+            step, request, start, count, planned, times.begun[index], times.ended[index], usable, device, floor
+        )
+        rows = rows.part(n_prompt >= 0)  # a request may have ended with steps in flight
+        return times, rows if self._held is None else self._held.joined(rows)
+
+    def _usable_of(self, step: Ints, request: Ints) -> Ints:
+        found = np.full(len(step), NEVER, np.int64)
+        if self._usable:
+            steps, requests, times = np.array(self._usable, np.int64).T
+            self._usable.clear()
+            keys, wanted = (steps << 32) + requests, (step << 32) + request
+            order = np.argsort(keys, kind="stable")
+            at = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
+            there = keys[order][at] == wanted
+            found[there] = times[order][at][there]
+        return found
+
+    def _ready(self, rows: _Rows) -> tuple[_Rows, _Rows | None]:
+        """Rows that can be booked, when their tokens were taken set; and those whose readers are behind."""
+        rows.taken = rows.usable.copy()
+        ready = np.ones(len(rows.request), bool)
+        for request, reader in list(self._readers.items()):
+            mine = np.flatnonzero(rows.request == request)
+            if len(mine) > HELD_SPANS:
+                continue
+            for place, row in enumerate(mine.tolist()):
+                if rows.usable[row] == NEVER:
+                    continue
+                if not reader:
+                    ready[mine[place:]] = False
+                    break
+                rows.taken[row] = max(reader.popleft(), int(rows.usable[row]))
+        return (rows, None) if ready.all() else (rows.part(ready), rows.part(~ready))
+
+    def _count(self, n_steps: int, index: Ints, start: Ints, count: Ints, sample: Ints) -> None:
+        samples = np.bincount(index, weights=sample, minlength=n_steps).astype(np.int64)
+        works = np.stack(list(self._counter.count_steps(Steps(n_steps, index, start, count, samples)).values()))
+        flops, weights, read, written = works.sum(axis=(0, 2))[:4].tolist()
+        self.totals.flops += flops
+        self.totals.weight_bytes += weights
+        self.totals.kv_bytes += read + written
+
+    def _add(self, times: DeviceTimes, intervals: Intervals) -> None:
+        t = self.totals
+        t.steps += len(times.begun)
+        t.device_ns += int((times.ended - times.begun).sum())
+        t.tokens += len(intervals)
+        t.wall_ns += int((intervals.end - intervals.begin).sum())
+        t.spent_ns += intervals.spent.sum(axis=0)
+        t.floor_ns += intervals.floor.sum(axis=0)
+        t.hidden_ns = self._books.hidden
+        self._kept.append(intervals)
+        self._n_kept += len(intervals)
+        while self._n_kept > KEPT_TOKENS and len(self._kept) > 1:
+            self._n_kept -= len(self._kept.popleft())
+        self._note_worst(intervals)
+
+    def _note_worst(self, intervals: Intervals) -> None:
+        length = np.where(intervals.token > 0, intervals.end - intervals.begin, 0)
+        for i in np.argsort(length)[-N_WORST:].tolist():
+            if length[i] == 0:
+                continue
+            token = WorstToken(
+                int(length[i]), int(intervals.request[i]), int(intervals.token[i]), int(intervals.step[i]),
+                tuple(intervals.spent[i].tolist()),
+            )  # fmt: skip
+            entry = (token.length, -token.step, -token.request, token)
+            if len(self._worst) < N_WORST:
+                heapq.heappush(self._worst, entry)
+            elif entry > self._worst[0]:
+                heapq.heapreplace(self._worst, entry)
+
+
+@dataclass
+class _Rows:
+    """Spans with all that is booked of them; columns as in ``Chunk``."""
+
+    step: Ints
+    request: Ints
+    start: Ints
+    count: Ints
+    planned: Ints
+    begun: Ints
+    ended: Ints
+    usable: Ints
+    device: Ints
+    floor: Floats
+    taken: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @classmethod
+    def empty(cls) -> _Rows:
+        none, wide = np.zeros(0, np.int64), np.zeros((0, N_ACCOUNTS), np.int64)
+        return cls(none, none, none, none, none, none, none, none, wide, wide.astype(np.float64))
+
+    def columns(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Floats]:
+        return (
+            self.step, self.request, self.start, self.count, self.planned, self.begun, self.ended, self.usable,
+            self.taken, self.device, self.floor,
+        )  # fmt: skip
+
+    def part(self, which: npt.NDArray[np.bool_]) -> _Rows:
+        return _Rows(**{name: column[which] if len(column) else column for name, column in vars(self).items()})
+
+    def joined(self, other: _Rows) -> _Rows:
+        mine, more = vars(self), vars(other)
+        return _Rows(**{name: np.concatenate([mine[name], more[name]]) for name in mine if name != "taken"})
+
+
+def _grown(stamps: Ints | None, like: Ints) -> Ints:
+    """Room for more stamps like these, with those that are there."""
+    if stamps is None:
+        return np.zeros((BATCH_STEPS, *like.shape), np.int64)
+    return np.concatenate([stamps, np.zeros_like(stamps)])
