@@ -33,9 +33,8 @@ def main() -> None:
         measure = partial(measure_ceilings, threads, held_bytes(llm))
         for name, batch, prompt, output in ROWS:
             result = benchmark(
-                llm, batch=batch, prompt_tokens=prompt, output_tokens=output, runs=args.runs, kv_dtype="f16",
-                measure=measure,
-            )  # fmt: skip
+                llm, batch=batch, prompt_tokens=prompt, output_tokens=output, runs=args.runs, measure=measure
+            )
             print(line(name, result), flush=True)
 
 

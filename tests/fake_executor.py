@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from gapless.errors import ExecutorError
 from gapless.executor.protocol import Capacity
+from gapless.kernels.count import StepCounter
 from gapless.step import Admission, SampledToken, Span, StepPlan, StepResult
 
 VOCAB = 97
@@ -87,6 +88,10 @@ class FakeExecutor:
     @property
     def profile(self) -> None:
         return None
+
+    @property
+    def counter(self) -> StepCounter:
+        raise AssertionError("there is no model to count")
 
     @property
     def depth(self) -> int:

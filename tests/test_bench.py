@@ -58,9 +58,7 @@ def test_shares_are_of_the_higher_ceilings(llm: LLM) -> None:
 
 
 def measure(llm: LLM, *, batch: int, ceilings: Any = lambda: FAST, prompt: int = 8, output: int = 6) -> dict[str, Any]:
-    return benchmark(
-        llm, batch=batch, prompt_tokens=prompt, output_tokens=output, runs=1, kv_dtype="f16", measure=ceilings
-    )
+    return benchmark(llm, batch=batch, prompt_tokens=prompt, output_tokens=output, runs=1, measure=ceilings)
 
 
 def test_rate_and_time_agree(llm: LLM) -> None:

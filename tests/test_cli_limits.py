@@ -20,10 +20,12 @@ import click
 import pytest
 
 from gapless.arch.spec import LayerWeights
-from gapless.bench import held_bytes, held_weights
+from gapless.bench import held_bytes
 from gapless.cli import app, main
 from gapless.cli.options import EngineOptions, read_prompts
 from gapless.doctor import can_write
+from gapless.kernels.cpu.held import packed_infos
+from gapless.kernels.cpu.isa import detect
 from gapless.llm import LLM
 from gapless.models.load import load_model
 from gapless.outputs import Completion, RequestOutput
@@ -436,7 +438,7 @@ def test_a_benchmark_of_one_token_has_no_decode_rate(tiny: str, capsys: pytest.C
 def test_floors_are_of_the_weights_that_are_held(tmp_path: Path, family: str, quant: str, float_weights: bool) -> None:
     path = write_gguf(tmp_path / "m.gguf", family, quant)
     with LLM(path, float_weights=float_weights, kv_memory_bytes=1 << 24, threads=1) as llm:
-        held = held_weights(llm, float_weights=float_weights)
+        held = packed_infos(llm.model.weights, detect().lanes, float_weights)
         matrices = [w for w in _all(held) if len(w.shape) > 1]
         elements = sum(math.prod(w.shape) for w in matrices)
         total = sum(w.nbytes for w in matrices)

@@ -10,8 +10,8 @@ from pathlib import Path
 from protocol import Timing, claim_stdout, die_with_parent, serve
 
 from gapless import __version__
-from gapless.bench import held_bytes, held_weights, run_once
-from gapless.doctor import decode_work, measure_ceilings
+from gapless.bench import held_bytes, run_once
+from gapless.doctor import measure_ceilings
 from gapless.kernels.cpu.abi import PAGE_TOKENS
 from gapless.kernels.cpu.kv import page_bytes
 from gapless.llm import LLM
@@ -45,7 +45,6 @@ class Gapless:
         room = pages * page_bytes(load_model(Path(model)).spec, "f16")
         self.llm = LLM(model, threads=threads, kv_memory_bytes=room)
         self._ceilings = measure_ceilings(threads, held_bytes(self.llm))
-        self._infos = held_weights(self.llm)
         rng = random.Random(0)
         for _ in range(0, pages * PAGE_TOKENS, FILL_TOKENS):
             run_once(self.llm, [[rng.randrange(100, 32_000) for _ in range(FILL_TOKENS)]], 1)
@@ -53,7 +52,7 @@ class Gapless:
     def run(self, prompts: list[list[int]], output_tokens: int) -> OurTiming:
         run = run_once(self.llm, prompts, output_tokens)
         context = len(prompts[0]) + output_tokens // 2
-        work = decode_work(self.llm.spec, self._infos, batch=len(prompts), context_tokens=context, kv_element_bytes=2)
+        work = self.llm.executor.counter.count([(context, 1)] * len(prompts)).total
         return OurTiming(
             prefill_s=run.prefill_s,
             prefill_tokens=sum(map(len, prompts)),

@@ -11,15 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gapless.arch.sizes import WeightInfo, weight_infos
-from gapless.arch.spec import ModelWeights
 from gapless.doctor import Ceilings
 from gapless.engine import Engine, EngineStats, Sink
 from gapless.errors import RequestError
 from gapless.kernels.count import StepCounter
-from gapless.kernels.cpu.held import kv_element_bytes, packed_infos
-from gapless.kernels.cpu.isa import select
-from gapless.kernels.cpu.kv import KvDtype
 from gapless.llm import LLM
 from gapless.request import FinishReason
 from gapless.sampling import SamplingParams
@@ -149,8 +144,8 @@ def _summary(
 
 
 def benchmark(
-    llm: LLM, *, batch: int, prompt_tokens: int, output_tokens: int, runs: int, kv_dtype: KvDtype,
-    measure: Callable[[], Ceilings], float_weights: bool = False, seed: int | None = None,
+    llm: LLM, *, batch: int, prompt_tokens: int, output_tokens: int, runs: int, measure: Callable[[], Ceilings],
+    seed: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Medians and spreads of ``runs`` runs with fresh random prompts, after one that warms up; then floors and sizes.
 
@@ -175,8 +170,6 @@ def benchmark(
     results = [run_once(llm, prompts(), output_tokens) for _ in range(runs)]
     ceilings = ceilings.highest(measure())
     medians, spread = _medians(results)
-    kv_bytes = kv_element_bytes(llm.spec, kv_dtype)
-    counter = StepCounter(llm.spec, held_weights(llm, float_weights=float_weights), kv_element_bytes=kv_bytes)
     return {
         "model": llm.name,
         "batch": batch,
@@ -185,7 +178,7 @@ def benchmark(
         "runs": runs,
         **medians,
         "spread": spread,
-        **_floors(counter, medians, batch, prompt_tokens, output_tokens, ceilings),
+        **_floors(llm.executor.counter, medians, batch, prompt_tokens, output_tokens, ceilings),
         "weights_bytes": held_bytes(llm),
         "kv_bytes": getattr(llm.executor, "kv_bytes", 0),
         "threads": getattr(llm.executor, "n_threads", 1),
@@ -232,14 +225,3 @@ def _floors(
 def held_bytes(llm: LLM) -> int:
     """Bytes of the weights as the executor holds them."""
     return int(getattr(llm.executor, "weights_bytes", llm.model.weights_bytes))
-
-
-def held_weights(llm: LLM, *, float_weights: bool = False) -> ModelWeights[WeightInfo]:
-    """The weights with the bytes that a step reads of them: packed by the compiled executor, else those of the file.
-
-    Args:
-        float_weights: as the executor was opened with.
-    """
-    isa = getattr(llm.executor, "isa", None)
-    weights = llm.model.weights
-    return weight_infos(weights) if isa is None else packed_infos(weights, select(isa).lanes, float_weights)

@@ -43,9 +43,8 @@ def command(
     with engine.open(model) as llm:
         measure = partial(measure_ceilings, engine.compute_threads, held_bytes(llm), engine.isa, note)
         result = benchmark(
-            llm, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, runs=runs,
-            kv_dtype=engine.kv_dtype or "f16", measure=measure, float_weights=engine.float_weights,
-        )  # fmt: skip
+            llm, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, runs=runs, measure=measure
+        )
     if as_json:
         write_json(result)
     else:

@@ -101,16 +101,12 @@ def _tpot_s(outputs: Sequence[RequestOutput]) -> float | None:
 
 def _floor(llm: LLM, engine: EngineOptions, batch: int, tpot_s: float | None) -> dict[str, Any]:
     """The least time that this machine needs for a step of ``batch`` questions, in the middle of the answers."""
-    from gapless.bench import held_bytes, held_weights
-    from gapless.doctor import decode_work, measure_ceilings
-    from gapless.kernels.cpu.held import kv_element_bytes
+    from gapless.bench import held_bytes
+    from gapless.doctor import measure_ceilings
 
     threads = engine.compute_threads
     ceilings = measure_ceilings(threads, held_bytes(llm), engine.isa, note)
-    work = decode_work(
-        llm.spec, held_weights(llm, float_weights=engine.float_weights), batch=batch,
-        context_tokens=MAX_TOKENS // 2, kv_element_bytes=kv_element_bytes(llm.spec, engine.kv_dtype or "f16"),
-    )  # fmt: skip
+    work = llm.executor.counter.count([(MAX_TOKENS // 2, 1)] * batch).total
     floor_s = ceilings.floor_s(work)
     return {
         "threads": threads,

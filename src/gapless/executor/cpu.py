@@ -20,8 +20,10 @@ from gapless.executor.cpu_step import Slots, StepMemory, single_span
 from gapless.executor.crew import Crew
 from gapless.executor.profile import TapeProfile, kind_of
 from gapless.executor.protocol import Capacity
+from gapless.kernels.count import StepCounter
 from gapless.kernels.cpu import abi, kv, sample_record
 from gapless.kernels.cpu.arena import Arena, address_of
+from gapless.kernels.cpu.held import kv_element_bytes, packed_infos
 from gapless.kernels.cpu.isa import select
 from gapless.kernels.cpu.loader import Progress, load_kernels
 from gapless.kernels.cpu.record import RecordOps, Weights
@@ -109,6 +111,8 @@ class CpuExecutor:
         ]
         self._launched: deque[tuple[StepPlan, int]] = deque()
         self._n_launched = 0
+        infos = packed_infos(weights, target.lanes, float_weights)
+        self.counter = StepCounter(spec, infos, kv_element_bytes=kv_element_bytes(spec, kv_dtype))
         self._crew = Crew(kernels, self.n_threads)
         try:
             self._runner = _Runner(self._run) if self._depth > 1 else None

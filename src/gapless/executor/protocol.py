@@ -9,6 +9,7 @@ from gapless.step import StepPlan, StepResult
 
 if TYPE_CHECKING:  # planning needs no arrays
     from gapless.executor.timing import StepProfile
+    from gapless.kernels.count import StepCounter
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Executor(Protocol):
     @property
     def profile(self) -> StepProfile | None:
         """Reads the stamps of results; None if steps are not stamped."""
+        ...
+
+    @property
+    def counter(self) -> StepCounter:
+        """Counts the work of its steps, with weights and cache as it holds them."""
         ...
 
     def launch(self, plan: StepPlan) -> None:

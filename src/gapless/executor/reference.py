@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from gapless.arch.decoder import forward
+from gapless.arch.sizes import weight_infos
 from gapless.arch.spec import ModelSpec, ModelWeights
 from gapless.errors import ModelError
 from gapless.executor.protocol import Capacity
+from gapless.kernels.count import StepCounter
 from gapless.kernels.reference import Array, DenseWeights, KvDtype, PagedKV, ReferenceOps, StepInput
 from gapless.kernels.sampling_reference import sample_row
 from gapless.models.tensor import WeightTensor
@@ -55,6 +57,9 @@ class ReferenceExecutor:
             max_step_tokens=max_step_tokens,
             max_step_samples=n_slots,
         )
+        # Every width of the cache is held in float32 here; what a step would read of one is its own.
+        element_bytes = {"f32": 4, "f16": 2, "q8": 1 + 4 / page_tokens}[kv_dtype]
+        self.counter = StepCounter(spec, weight_infos(weights), kv_element_bytes=element_bytes)
         self._cache = PagedKV(spec, n_pages, page_tokens, kv_dtype)
         self._dense = DenseWeights(dense_budget_bytes)
         self._slots: dict[int, _Slot] = {}
