@@ -65,7 +65,7 @@ def add_request(case: Case, request: int, rng: random.Random) -> None:
     n_steps = len(case.begun)
     steps = sorted(rng.sample(range(n_steps), rng.randint(1, n_steps)))
     arrival = rng.randint(0, case.planned[steps[0]])
-    position, reached, spans = 0, 0, list[Piece]()
+    position, spans = 0, list[Piece]()
     for place, step in enumerate(steps):
         if place and rng.random() < 0.2:
             low, high = case.ended[steps[place - 1]], case.planned[step]
@@ -81,9 +81,8 @@ def add_request(case: Case, request: int, rng: random.Random) -> None:
         for account, part in zip((Account.WEIGHTS, Account.NEIGHBOURS, Account.KV, Account.SYNC), parts, strict=True):
             piece.device[account] = int(part)
         if rng.random() < 0.7:
-            piece.usable = max(case.ended[step] + rng.randint(0, 10), reached)
-            piece.taken = max(piece.usable + rng.choice((0, 0, rng.randint(0, 40))), reached)
-            reached = piece.taken
+            piece.usable = case.ended[step] + rng.randint(0, 10)
+            piece.taken = piece.usable + rng.choice((0, 0, rng.randint(0, 40)))
         spans.append(piece)
     case.arrivals.append(arrival)
     case.spans.append(spans)

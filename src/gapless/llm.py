@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -215,7 +216,7 @@ class LLM:
             call.start()
             while call.n_open > 0:
                 piece = await inbox.get()
-                call.took(piece)
+                call.took(0, piece)
                 if piece.finish_reason == "error":
                     call.raise_error()
                 yield piece
@@ -284,7 +285,7 @@ class LLM:
             call.start()
             while call.n_open > 0:
                 number, piece = self._next(inbox)
-                call.took(piece)
+                call.took(number, piece)
                 yield number, piece
         finally:
             call.abort()
@@ -293,7 +294,7 @@ class LLM:
         """Wait until a call that has been aborted is over."""
         with contextlib.suppress(ExecutorError):
             while call.n_open > 0 and not sys.is_finalizing():
-                call.took(self._next(inbox)[1])
+                call.took(*self._next(inbox))
 
     def _next(self, inbox: Inbox) -> tuple[int, StreamPiece]:
         """What is delivered next. Raises ExecutorError if nobody is left to deliver anything."""
@@ -359,6 +360,8 @@ class _Call:
             for number, s in enumerate(params)
         ]
         self._llm = llm
+        self._live = live
+        self._first = list(accumulate((s.n for s in params), initial=0))  # of each prompt, its first request's place
         self._asked = list(zip(prompts, params, self.collectors, priorities, strict=True))
         self._requests: list[int] = []
         self._n_ended = 0
@@ -373,17 +376,28 @@ class _Call:
         self._llm.wake()
         stops = frozenset(self._llm.model.eos_ids)
         for prompt, sampling, sinks, priority in self._asked:
-            self._requests += self._llm.engine.submit(prompt, sampling, sinks, stop_ids=stops, priority=priority)
+            self._requests += self._llm.engine.submit(
+                prompt, sampling, sinks, stop_ids=stops, priority=priority, read=self._live
+            )
         self._llm.wake()
 
-    def took(self, piece: StreamPiece) -> None:
-        """Note that a piece has been received."""
+    def took(self, number: int, piece: StreamPiece) -> None:
+        """Note that a piece of a prompt's answer has been received."""
         self._n_ended += piece.finish_reason is not None
+        ledger = self._llm.engine.ledger
+        if self._live and ledger is not None:
+            request = self._requests[self._first[number] + piece.index]
+            ledger.taken(request, len(piece.token_ids))
+            if piece.finish_reason is not None:
+                ledger.left(request)
 
     def abort(self) -> None:
         """End those that are still open."""
         if self.n_open <= 0:
             return
+        if self._llm.engine.ledger is not None:
+            for request in self._requests:
+                self._llm.engine.ledger.left(request)
         with contextlib.suppress(ExecutorError):  # it is closed or another process's, and so they have ended
             self._llm.wake()
             for request in self._requests:

@@ -16,6 +16,7 @@ from gapless.kernels.cpu.loader import Kernels
 
 Ints = npt.NDArray[np.int64]
 
+ANCHOR_READINGS = 7
 _KINDS = list(OpKind)
 # By the beginning of a kernel's name. A gate is computed by the product before it, a residual added by the one behind.
 _BY_NAME = {
@@ -58,10 +59,15 @@ class TapeProfile:
         self._since = self._anchor()
 
     def _anchor(self) -> tuple[int, int]:
-        """The counter and the clock at the same moment, to half a microsecond or so."""
+        """The counter and the clock at the same moment: of several readings the one that was interrupted least."""
+        return min(self._reading() for _ in range(ANCHOR_READINGS))[1:]
+
+    def _reading(self) -> tuple[int, int, int]:
+        """How long it took to read both, the counter, and the clock in the middle."""
         before = time.perf_counter_ns()
         self._stamp(address_of(self._word))
-        return int(self._word[0]), (before + time.perf_counter_ns()) // 2
+        took = time.perf_counter_ns() - before
+        return took, int(self._word[0]), before + took // 2
 
     def times(self, stamps: Ints) -> DeviceTimes:
         """What the stamps of steps say: (steps, threads, operations + 1), in the order in which they ran.

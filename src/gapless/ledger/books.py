@@ -181,7 +181,7 @@ class Books:
         complete = spans.completes()
         np.add.at(sums, which[complete], spent[complete])
         np.add.at(floors, which[complete], floor[complete])
-        request, end = spans.request[ends], spans.taken[ends]
+        request, end = spans.request[ends], spans.reached[ends]
         token = np.zeros(n, np.int64)
         # Requests one by one: of each the interval that was open, and the one that stays so.
         last_of = dict(spans.lasts())

@@ -87,7 +87,7 @@ class Ledger:
         self._marks: list[int] = []  # time and account, by turns
         self._planning = 0
         self._launched: deque[tuple[StepPlan, int]] = deque()
-        self._landed: list[tuple[StepPlan, int]] = []
+        self._landed: list[tuple[StepPlan, int, int]] = []  # with the times of planning and landing
         self._stamps: npt.NDArray[np.int64] | None = None
         self._usable: list[tuple[int, int, int]] = []
         self._arrivals: dict[int, int] = {}
@@ -95,6 +95,7 @@ class Ledger:
         self._ended: list[int] = []
         self._prompts: dict[int, int] = {}  # of open requests their tokens
         self._readers: dict[int, deque[int]] = {}  # of requests that are read as they go, when tokens were taken
+        self._unread: set[int] = set()  # of them those that nobody reads any more
         self._held: _Rows | None = None
 
     # --- while steps run
@@ -128,7 +129,7 @@ class Ledger:
         if self._stamps is None or n == len(self._stamps):
             self._stamps = _grown(self._stamps, result.stamps)
         self._stamps[n] = result.stamps
-        self._landed.append(self._launched.popleft())
+        self._landed.append((*self._launched.popleft(), time.perf_counter_ns()))
 
     def usable(self, request: int) -> None:
         """The token of the step that has just landed can be used."""
@@ -158,8 +159,9 @@ class Ledger:
             reader.extend([time.perf_counter_ns()] * n_tokens)
 
     def left(self, request: int) -> None:
-        """Nobody reads it any more: what comes counts as taken."""
-        self._readers.pop(request, None)
+        """Nobody reads it any more: what has not been taken counts as taken when it could be."""
+        if request in self._readers:
+            self._unread.add(request)
 
     # --- behind them
 
@@ -187,6 +189,7 @@ class Ledger:
         for request in over:
             self._prompts.pop(request, None)
             self._readers.pop(request, None)
+            self._unread.discard(request)
         intervals = self._books.post(chunk)
         self._add(times, intervals)
 
@@ -205,11 +208,12 @@ class Ledger:
         if not landed:
             return DeviceTimes(empty, empty, empty.reshape(0, 0), empty), self._held or _Rows.empty()
         assert self._stamps is not None
-        times = self._profile.times(self._stamps[: len(landed)])
+        within = (np.array([step[i] for step in landed], np.int64) for i in (1, 2))
+        times = _clipped(self._profile.times(self._stamps[: len(landed)]), *within)
         spans = np.array(
             [
                 (index, plan.step_id, planned, s.request_id, s.start, s.count, s.sample, known.get(s.request_id, -1))
-                for index, (plan, planned) in enumerate(landed)
+                for index, (plan, planned, _) in enumerate(landed)
                 for s in plan.spans
             ],
             np.int64,
@@ -249,10 +253,11 @@ class Ledger:
             for place, row in enumerate(mine.tolist()):
                 if rows.usable[row] == NEVER:
                     continue
-                if not reader:
+                if reader:
+                    rows.taken[row] = max(reader.popleft(), int(rows.usable[row]))
+                elif request not in self._unread:
                     ready[mine[place:]] = False
                     break
-                rows.taken[row] = max(reader.popleft(), int(rows.usable[row]))
         return (rows, None) if ready.all() else (rows.part(ready), rows.part(~ready))
 
     def _count(self, n_steps: int, index: Ints, start: Ints, count: Ints, sample: Ints) -> None:
@@ -327,6 +332,20 @@ class _Rows:
     def joined(self, other: _Rows) -> _Rows:
         mine, more = vars(self), vars(other)
         return _Rows(**{name: np.concatenate([mine[name], more[name]]) for name in mine if name != "taken"})
+
+
+def _clipped(times: DeviceTimes, earliest: Ints, latest: Ints) -> DeviceTimes:
+    """The times within what the host knows: no step runs before it is planned, behind its landing, or beside another.
+
+    Two clocks agree to a microsecond or so, and less well where a reading was interrupted.
+    """
+    ended = np.maximum.accumulate(np.minimum(times.ended, latest))
+    begun = np.minimum(np.maximum(times.begun, earliest), ended)
+    begun[1:] = np.maximum(begun[1:], ended[:-1])
+    inside = times.by_kind.sum(axis=1) + times.sync
+    part = np.minimum(1.0, (ended - begun) / np.maximum(inside, 1))
+    by_kind, sync = (times.by_kind * part[:, None]).astype(np.int64), (times.sync * part).astype(np.int64)
+    return DeviceTimes(begun, ended, by_kind, sync)
 
 
 def _grown(stamps: Ints | None, like: Ints) -> Ints:

@@ -1,0 +1,255 @@
+"""A ledger that a real engine keeps: what is booked adds up, and a planted cause is found."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gapless.arch.sizes import planned_weights
+from gapless.executor.profile import TapeProfile, kind_of
+from gapless.executor.timing import N_COLUMNS, SAMPLE_COLUMN, DeviceTimes
+from gapless.kernels.count import OpKind, StepCounter
+from gapless.kernels.cpu import abi
+from gapless.ledger.accounts import Account
+from gapless.ledger.attribute import Ceilings, SpanColumns, attribute
+from gapless.ledger.ledger import Ledger
+from gapless.llm import LLM
+from gapless.sampling import SamplingParams
+from tiny import tiny_model
+from tiny_gguf import write_gguf
+
+pytestmark = pytest.mark.xdist_group("real-model")
+
+CEILINGS = Ceilings(2e10, 1e12, 2e11)
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("ledger") / "tiny.gguf", "smollm2", "Q4_0")
+
+
+def open_with_books(path: Path, **options: Any) -> tuple[LLM, Ledger]:
+    llm = LLM(path, threads=1, **options)
+    assert llm.executor.profile is not None
+    ledger = Ledger(llm.executor.profile, llm.executor.counter, CEILINGS)
+    llm.engine.ledger = ledger
+    return llm, ledger
+
+
+def settle(llm: LLM) -> None:
+    """Wait until all that ran has been booked: the last step ends behind the answers that it delivers."""
+    while True:
+        with llm.engine.driving:
+            if not llm.engine.has_work:
+                return
+        time.sleep(0.001)
+
+
+def checked(llm: LLM, ledger: Ledger) -> dict[int, list[tuple[int, int]]]:
+    """Intervals by request, after everything that must hold of any books has been looked at."""
+    settle(llm)
+    found: dict[int, list[tuple[int, int]]] = {}
+    for part in ledger.intervals():
+        assert (part.spent >= 0).all()
+        assert (part.floor >= 0).all()
+        assert (part.spent.sum(axis=1) == part.end - part.begin).all()
+        for request, begin, end in zip(part.request.tolist(), part.begin.tolist(), part.end.tolist(), strict=True):
+            rows = found.setdefault(request, [])
+            assert not rows or rows[-1][1] == begin, "an interval begins where the one before it ends"
+            rows.append((begin, end))
+    totals = ledger.totals
+    assert totals.wall_ns == totals.spent_ns.sum() == sum(end - begin for rows in found.values() for begin, end in rows)
+    assert totals.tokens == sum(map(len, found.values()))
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("pages", [400, 10])
+def test_whatever_runs_is_booked_wholly(tiny: Path, depth: int, pages: int) -> None:
+    """Arrivals at any time, prompts of any length, samples that share one, a cache too small: the books balance."""
+    rng = random.Random(depth)
+    llm, ledger = open_with_books(
+        tiny, depth=depth, max_running=6, max_step_tokens=24, kv_memory_bytes=pages * page_bytes(tiny)
+    )
+    expected = []
+    with llm:
+        for _ in range(6):
+            prompts = [[rng.randrange(1, 300) for _ in range(rng.randint(1, 60))] for _ in range(rng.randint(1, 9))]
+            params = SamplingParams(seed=1, n=rng.randint(1, 2), max_tokens=rng.randint(1, 60), ignore_eos=True)
+            outputs = llm.generate(prompts, params)
+            expected += [len(c.token_ids) for output in outputs for c in output.outputs]
+        found = checked(llm, ledger)
+        assert sorted(map(len, found.values())) == sorted(expected)
+        assert ledger._books.n_open == 0
+        if pages == 10:
+            assert llm.scheduler.n_preemptions > 0
+            assert ledger.totals.spent_ns[Account.PREEMPTED] > 0
+
+
+def page_bytes(path: Path) -> int:
+    from gapless.kernels.cpu.kv import page_bytes
+    from gapless.models.load import load_model
+
+    return page_bytes(load_model(path).spec, "f16")
+
+
+def test_aborted_requests_leave_nothing_open(tiny: Path) -> None:
+    llm, ledger = open_with_books(tiny, kv_memory_bytes=1 << 22)
+    with llm:
+        for _ in range(20):
+            for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True)):
+                break
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
+        checked(llm, ledger)
+        assert ledger._books.n_open == 0
+        assert not ledger._prompts
+
+
+def slowed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return call(*args, **kwargs)
+
+    return slow
+
+
+def largest(ledger: Ledger) -> Account:
+    return Account(int(np.argmax(ledger.totals.spent_ns)))
+
+
+def test_a_slow_scheduler_is_found(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, ledger = open_with_books(tiny, kv_memory_bytes=1 << 22)
+    with llm:
+        monkeypatch.setattr(llm.scheduler, "plan", slowed(llm.scheduler.plan, 0.01))
+        llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=20, ignore_eos=True))
+    checked(llm, ledger)
+    assert largest(ledger) is Account.SCHEDULE
+    assert ledger.totals.spent_ns[Account.SCHEDULE] >= 3 * 19 * 10 * MS
+
+
+def test_a_reader_that_is_slow_is_found(tiny: Path) -> None:
+    llm, ledger = open_with_books(tiny, kv_memory_bytes=1 << 22)
+    with llm:
+        for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True)):
+            time.sleep(0.02)
+        llm.generate([[1]], SamplingParams(max_tokens=1))
+    found = checked(llm, ledger)
+    assert largest(ledger) is Account.DELIVER
+    assert sum(map(len, found.values())) == 21
+
+
+def test_a_prompt_beside_others_is_found(tiny: Path) -> None:
+    """Those who decode wait for it; what they wait is booked to it and not to arithmetic of their own."""
+    llm, ledger = open_with_books(tiny, kv_memory_bytes=1 << 24, max_step_tokens=256)
+    with llm:
+        decoding = threading.Thread(
+            target=llm.generate, args=([[i + 1, 2] for i in range(16)], SamplingParams(max_tokens=200, ignore_eos=True))
+        )
+        decoding.start()
+        while llm.stats.tokens < 16 * 20:
+            time.sleep(0.001)
+        llm.generate([[7] * 240], SamplingParams(max_tokens=1))
+        decoding.join()
+    checked(llm, ledger)
+    slowest = ledger.worst()[:5]
+    assert [Account(int(np.argmax(token.spent))) for token in slowest].count(Account.NEIGHBOURS) >= 3
+
+
+# --- what a step is booked to
+
+
+def times_of(by_kind: list[list[int]], sync: list[int]) -> DeviceTimes:
+    kinds = np.array(by_kind, np.int64)
+    length = kinds.sum(axis=1) + sync + 7
+    ended = np.cumsum(length + 100)
+    return DeviceTimes(ended - length, ended, kinds, np.array(sync, np.int64))
+
+
+@pytest.fixture
+def counter() -> StepCounter:
+    spec = tiny_model().spec
+    return StepCounter(spec, planned_weights(spec, 5))
+
+
+def test_the_accounts_of_a_step_add_up_to_it(counter: StepCounter) -> None:
+    rng = np.random.default_rng(0)
+    times = times_of(rng.integers(0, 10_000, (20, N_COLUMNS)).tolist(), [50] * 20)
+    step = np.sort(rng.integers(0, 20, 90))
+    count = np.where(rng.random(90) < 0.4, rng.integers(2, 50, 90), 1)
+    spans = SpanColumns(step, rng.integers(0, 500, 90), count, rng.random(90) < 0.8, count > 1)
+    device, floor = attribute(counter, CEILINGS, times, spans)
+    assert (device >= 0).all()
+    assert (device.sum(axis=1) == (times.ended - times.begun)[step]).all()
+    assert (device[:, Account.LAUNCH] == 7).all()
+    alone = np.array([~(spans.prompt & (step == s)).any() for s in step])
+    assert (device[alone, Account.NEIGHBOURS] == 0).all()
+    assert (device[~alone & ~spans.prompt, Account.NEIGHBOURS] > 0).all()
+    assert (floor[:, Account.WEIGHTS] + floor[:, Account.COMPUTE] > 0).all()
+
+
+def test_a_prompt_alone_has_no_neighbours(counter: StepCounter) -> None:
+    times = times_of([[1000] * N_COLUMNS], [0])
+    one = np.zeros(1, np.int64)
+    spans = SpanColumns(one, one, one + 40, np.ones(1, bool), np.ones(1, bool))
+    device, _ = attribute(counter, CEILINGS, times, spans)
+    assert device[0, Account.NEIGHBOURS] == 0
+    assert device[0, Account.SAMPLE] == 1000
+
+
+# --- what stamps say
+
+
+def profile_of(kinds: list[int], barriers: list[bool], ticks_per_ns: int = 2) -> TapeProfile:
+    profile = TapeProfile.__new__(TapeProfile)
+    profile._kinds, profile._barriers = np.array(kinds), np.array(barriers)
+    anchors = iter([(0, 1000), (10_000 * ticks_per_ns, 11_000), (20_000 * ticks_per_ns, 21_000)])
+    profile._anchor = lambda: next(anchors)  # type: ignore[method-assign]
+    profile._since = profile._anchor()
+    return profile
+
+
+def test_stamps_of_two_threads() -> None:
+    """Two ticks a nanosecond; the second thread comes late, and waits for the first behind the second operation."""
+    linear, sample = list(OpKind).index(OpKind.LINEAR), SAMPLE_COLUMN
+    stamps = np.array([[[2000, 2400, 3000, 3200], [2100, 2400, 2600, 3200]]])
+    times = profile_of([linear, linear, sample], [True, True, True]).times(stamps)
+    assert (times.begun[0], times.ended[0]) == (2000, 2600)
+    assert times.by_kind[0, linear] == (200 + 300 + 150 + 100) / 2
+    assert times.by_kind[0, sample] == 100
+    assert times.sync[0] == (200 + 50) / 2
+    assert times.by_kind.sum() + times.sync.sum() == 600
+
+
+def test_threads_that_do_not_wait_go_on() -> None:
+    """Without a barrier a thread's next operation begins when its own last one has ended."""
+    stamps = np.array([[[0, 100, 300], [0, 200, 300]]])
+    times = profile_of([0, 1], [False, True]).times(stamps)
+    assert times.by_kind[0, :2].tolist() == [75, 75]
+    assert times.sync[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows", "kind"),
+    [
+        ("linear_q4", abi.ROWS_TOKENS, OpKind.LINEAR), ("linear_q8", abi.ROWS_SAMPLES, OpKind.LOGITS),
+        ("gated_q4m", 140_000_000, OpKind.EXPERTS), ("norm_quantise", 0, OpKind.NORM), ("add", 0, OpKind.ADD),
+        ("attention_merge", 0, OpKind.ATTENTION), ("rope_cache_f16", 0, OpKind.ROPE_CACHE),
+    ],
+)  # fmt: skip
+def test_kinds_of_kernels(kernel: str, rows: int, kind: OpKind) -> None:
+    assert kind_of(kernel, rows) == list(OpKind).index(kind)
+    assert kind_of("sample", 0) == kind_of("argmax", 0) == SAMPLE_COLUMN
+
+
+def test_every_operation_of_every_family_has_a_kind(tmp_path: Path) -> None:
+    for family in ("smollm2", "gemma3", "mixtral", "phi3"):
+        with LLM(write_gguf(tmp_path / f"{family}.gguf", family, "Q4_1"), threads=1, kv_memory_bytes=1 << 22) as llm:
+            assert llm.executor.profile is not None
