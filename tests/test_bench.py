@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from gapless.bench import _Clock, _summary, benchmark, run_once
-from gapless.doctor import Ceilings
+from gapless.ceilings import Ceilings
 from gapless.engine import EngineStats
 from gapless.errors import RequestError
 from gapless.llm import LLM
 from tiny_gguf import write_gguf
 
-FAST = Ceilings(1e15, 1e15)
+FAST = Ceilings(1e15, 1e15, 1e15)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_requests_that_never_decode_together_have_no_rate() -> None:
 
 def test_shares_are_of_the_higher_ceilings(llm: LLM) -> None:
     """Another program that takes the machine from one measurement does not lower the ceiling."""
-    measured = iter([Ceilings(1e3, 5e6), Ceilings(2e3, 4e6)])
+    measured = iter([Ceilings(1e3, 5e6, 1e6), Ceilings(2e3, 4e6, 1e6)])
     found = measure(llm, batch=1, ceilings=lambda: next(measured))
     assert (found["memory_bandwidth_bytes_per_s"], found["int8_ops_per_s"]) == (2e3, 5e6)
 

@@ -43,6 +43,14 @@ def test_every_product_is_in_the_loop(isa: Isa) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
+def test_every_float_product_is_in_the_loop(isa: Isa) -> None:
+    """Without an instruction for it each lane is a call."""
+    one = r"\tvfmadd\w+\t" if isa.dot != "widen" else r"\tcall\w*\t"
+    found = max(len(re.findall(one, body)) for body in loops("probe_multiply_floats", isa))
+    assert found >= DOT_SUMS
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 def test_every_read_is_in_the_loop(isa: Isa) -> None:
     read = re.compile(r"^\tv?(?:p?xor\w*|mov\w+|pternlog\w+)\t[^\n]*\(%r", re.MULTILINE)
     found = max(len(read.findall(body)) for body in loops("probe_read", isa))

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from gapless.arch.sizes import planned_weights
+from gapless.ceilings import Ceilings
 from gapless.executor.profile import TapeProfile, kind_of
 from gapless.executor.timing import N_COLUMNS, SAMPLE_COLUMN, DeviceTimes
 from gapless.kernels.count import OpKind, StepCounter
 from gapless.kernels.cpu import abi
 from gapless.ledger.accounts import Account
-from gapless.ledger.attribute import Ceilings, SpanColumns, attribute
+from gapless.ledger.attribute import SpanColumns, attribute
 from gapless.ledger.ledger import Ledger
 from gapless.llm import LLM
 from gapless.sampling import SamplingParams

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gapless.doctor import Ceilings
+from gapless.ceilings import Ceilings
 from gapless.engine import Engine, EngineStats, Sink
 from gapless.errors import RequestError
 from gapless.kernels.count import StepCounter
+from gapless.ledger.report import summary
 from gapless.llm import LLM
 from gapless.request import FinishReason
 from gapless.sampling import SamplingParams
@@ -84,7 +85,7 @@ def run_once(llm: LLM, prompts: Sequence[Sequence[int]], output_tokens: int) -> 
     for prompt, clock in zip(prompts, clocks, strict=True):
         engine.submit(prompt, sampling, [clock])
     with engine.driving:
-        while not all(c.done for c in clocks):
+        while engine.has_work:
             engine.step()
             landed[engine.stats.steps] = time.perf_counter()
     for clock in clocks:
@@ -145,7 +146,7 @@ def _summary(
 
 def benchmark(
     llm: LLM, *, batch: int, prompt_tokens: int, output_tokens: int, runs: int, measure: Callable[[], Ceilings],
-    seed: int | None = None,
+    seed: int | None = None, books: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Medians and spreads of ``runs`` runs with fresh random prompts, after one that warms up; then floors and sizes.
 
@@ -154,6 +155,8 @@ def benchmark(
     Args:
         measure: gives the machine's ceilings. They are measured before the runs and after: others may take from one
             measurement what they leave to the runs, and a ceiling is the most that was reached.
+
+        books: whether a ledger is kept of the runs.
 
     Raises:
         RequestError: the tokens of a request do not fit the context, or the requests do not fit the cache together.
@@ -167,7 +170,9 @@ def benchmark(
 
     ceilings = measure()
     run_once(llm, prompts(), min(output_tokens, 8))
+    ledger = llm.keep_books(ceilings) if books and llm.executor.profile is not None else None
     results = [run_once(llm, prompts(), output_tokens) for _ in range(runs)]
+    llm.engine.ledger = None
     ceilings = ceilings.highest(measure())
     medians, spread = _medians(results)
     return {
@@ -179,6 +184,7 @@ def benchmark(
         **medians,
         "spread": spread,
         **_floors(llm.executor.counter, medians, batch, prompt_tokens, output_tokens, ceilings),
+        "ledger": None if ledger is None else summary(ledger),
         "weights_bytes": held_bytes(llm),
         "kv_bytes": getattr(llm.executor, "kv_bytes", 0),
         "threads": getattr(llm.executor, "n_threads", 1),

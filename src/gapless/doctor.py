@@ -12,39 +12,12 @@ from pathlib import Path
 
 from gapless.arch.sizes import WeightInfo
 from gapless.arch.spec import ModelSpec, ModelWeights
+from gapless.ceilings import Ceilings
 from gapless.kernels.count import StepCounter, Work
 from gapless.machine import allowed_cores
 
 _PACKAGES = ("gapless", "numpy", "numba", "llvmlite", "tokenizers", "huggingface_hub")
 _TELLING = ("sse4.2", "avx", "avx2", "fma", "f16c", "avx512", "avxvnni", "amx", "neon", "dotprod", "i8mm", "sve")
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What the allowed cores reach at most: bytes read a second, and int8 operations (a multiply-add is two)."""
-
-    bandwidth_bytes_per_s: float
-    int8_ops_per_s: float
-
-    def highest(self, other: Ceilings) -> Ceilings:
-        """Of two measurements what each has reached more of."""
-        return Ceilings(
-            max(self.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s), max(self.int8_ops_per_s, other.int8_ops_per_s)
-        )
-
-    def floor_s(self, work: Work) -> float:
-        """The roofline: no step with this work can take less."""
-        return max(self.memory_s(work), self.arithmetic_s(work))
-
-    def memory_s(self, work: Work) -> float:
-        return work.memory_bytes / self.bandwidth_bytes_per_s
-
-    def arithmetic_s(self, work: Work) -> float:
-        return work.flops / self.int8_ops_per_s
-
-    def bound(self, work: Work) -> str:
-        """Which ceiling sets the floor: "memory" or "arithmetic"."""
-        return "memory" if self.memory_s(work) >= self.arithmetic_s(work) else "arithmetic"
 
 
 @dataclass(frozen=True)
@@ -82,11 +55,15 @@ class FloorReport:
 def measure_ceilings(
     threads: int, working_set_bytes: int, isa: str | None = None, progress: Callable[[str], None] | None = None
 ) -> Ceilings:
-    """Time plain reads over ``working_set_bytes`` and the kernels' own multiply-add loop. Takes about a second."""
+    """Time plain reads over ``working_set_bytes`` and the kernels' own multiply-adds. Takes a second or two."""
     from gapless.executor import measure
 
     bandwidth = measure.memory_bandwidth(threads, isa, n_bytes=working_set_bytes, progress=progress)
-    return Ceilings(bandwidth, measure.int8_rate(threads, isa, progress=progress))
+    return Ceilings(
+        bandwidth,
+        measure.int8_rate(threads, isa, progress=progress),
+        measure.float_rate(threads, isa, progress=progress),
+    )
 
 
 def inspect_machine(

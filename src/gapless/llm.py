@@ -17,12 +17,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from gapless.arch.spec import ModelSpec
+from gapless.ceilings import Ceilings
 from gapless.checks import RANGES, flag, shown, whole
 from gapless.collect import Collector
 from gapless.engine import Engine, EngineStats, EngineThread
 from gapless.errors import ExecutorError, GaplessError, RequestError
 from gapless.executor.open import open_cpu, open_reference
 from gapless.executor.protocol import Executor
+from gapless.ledger.ledger import Ledger
 from gapless.models import store
 from gapless.models.load import LoadedModel, load_model
 from gapless.outputs import RequestOutput, StreamPiece
@@ -133,6 +135,24 @@ class LLM:
     @property
     def stats(self) -> EngineStats:
         return self.engine.stats
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The books, if they are kept."""
+        return self.engine.ledger
+
+    def keep_books(self, ceilings: Ceilings) -> Ledger:
+        """Begin a ledger: from now on the time of every token is booked, beside the floor that these ceilings give.
+
+        Raises GaplessError where the executor's steps are not stamped.
+        """
+        if self.executor.profile is None:
+            raise GaplessError("the reference executor keeps no time of its steps", "use the executor cpu")
+        ledger = Ledger(self.executor.profile, self.executor.counter, ceilings)
+        begun = self.engine.call(lambda: setattr(self.engine, "ledger", ledger))
+        self._thread.wake()
+        begun.result()
+        return ledger
 
     @property
     def scheduler(self) -> Scheduler:

@@ -17,6 +17,7 @@ from gapless.kernels.cpu.tape import Limits, Tape
 from gapless.machine import allowed_cores
 
 RUNS = 7
+LEAST_S = 0.005  # of a run that is long enough to be measured
 RUN_BYTES = 1 << 30  # read in each run
 DOT_SUMS = 12  # of ``probe.multiply_all``
 BEYOND_CACHES_BYTES = 2 << 30
@@ -44,9 +45,23 @@ def memory_bandwidth(
 def int8_rate(threads: int | None = None, isa: str | None = None, *, progress: Progress | None = None) -> float:
     """Int8 operations per second (a multiplication and an addition are two) of all threads; median of runs."""
     kernels, n_threads = _kernels(isa, progress), threads or allowed_cores()
-    rounds = 2_000_000
-    seconds = _time(kernels, "probe_multiply", n_threads, {abi.PROBE_ROUNDS: rounds}, np.ones(4096, np.uint8))
-    return 2.0 * 4 * kernels.isa.lanes * DOT_SUMS * rounds * n_threads / seconds
+    data = np.ones(4096, np.uint8)
+    return 2.0 * 4 * kernels.isa.lanes * _sums_per_second(kernels, "probe_multiply", n_threads, data)
+
+
+def float_rate(threads: int | None = None, isa: str | None = None, *, progress: Progress | None = None) -> float:
+    """Float32 operations per second (a multiplication and an addition are two) of all threads; median of runs."""
+    kernels, n_threads = _kernels(isa, progress), threads or allowed_cores()
+    data = np.ones(1024, np.float32).view(np.uint8)
+    return 2.0 * kernels.isa.lanes * _sums_per_second(kernels, "probe_multiply_floats", n_threads, data)
+
+
+def _sums_per_second(kernels: Kernels, name: str, n_threads: int, data: np.ndarray) -> float:  # type: ignore[type-arg]
+    """Vectors of products that all threads add up in a second. It begins small: instructions for it may be lacking."""
+    rounds = 20_000
+    while (seconds := _time(kernels, name, n_threads, {abi.PROBE_ROUNDS: rounds}, data)) < LEAST_S:
+        rounds *= 4
+    return DOT_SUMS * rounds * n_threads / seconds
 
 
 def _kernels(isa: str | None, progress: Progress | None) -> Kernels:

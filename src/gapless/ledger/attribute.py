@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gapless.ceilings import Ceilings
 from gapless.executor.timing import N_COLUMNS, SAMPLE_COLUMN, DeviceTimes
 from gapless.kernels.count import OpKind, StepCounter, Steps
 from gapless.ledger.accounts import N_ACCOUNTS, Account
@@ -27,21 +28,6 @@ _OF_CACHE = (OpKind.ROPE_CACHE, OpKind.ATTENTION)
 _MEMORY = np.array([Account.KV if kind in _OF_CACHE else Account.WEIGHTS for kind in _KINDS], np.int64)
 # Measured with the product before or behind them, where they are fused into it.
 _FUSED = {OpKind.GATED: OpKind.LINEAR, OpKind.ADD: OpKind.LINEAR}
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What the device reaches at most.
-
-    Attributes:
-        bandwidth_bytes_per_s: of reads over a working set like the model's.
-        int8_ops_per_s: of the products of quantised weights; a multiply-add is two.
-        float_ops_per_s: of everything else.
-    """
-
-    bandwidth_bytes_per_s: float
-    int8_ops_per_s: float
-    float_ops_per_s: float
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from gapless.ceilings import Ceilings
 from gapless.executor.timing import DeviceTimes, StepProfile
 from gapless.kernels.count import StepCounter, Steps
 from gapless.ledger.accounts import N_ACCOUNTS, Account
-from gapless.ledger.attribute import Ceilings, SpanColumns, attribute
+from gapless.ledger.attribute import SpanColumns, attribute
 from gapless.ledger.books import NEVER, Books, Chunk, Intervals
 from gapless.step import StepPlan, StepResult
 

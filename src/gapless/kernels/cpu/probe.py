@@ -12,7 +12,7 @@ from gapless.kernels.cpu.abi import PROBE_BYTES, PROBE_DATA, PROBE_OUT, PROBE_RO
 from gapless.kernels.cpu.mem import I64, ld_i64
 from gapless.kernels.cpu.packing import PAIR_GROUPS
 from gapless.kernels.cpu.tiles import VB, VBYTES, Dot, opaque
-from gapless.kernels.cpu.vec import VI, load_at, store_at
+from gapless.kernels.cpu.vec import VF, VI, llvm_call, load_at, store_at
 
 READ_STREAMS = 8
 DOT_TOKENS = 6
@@ -84,6 +84,30 @@ def multiply_all(typingctx, data, rounds, out):  # type: ignore[no-untyped-def]
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+@intrinsic
+def multiply_floats(typingctx, data, rounds, out):  # type: ignore[no-untyped-def]
+    """The same of float32: ``rounds`` rounds of DOT_SUMS fused multiply-adds of vectors."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        b, (start, count, target) = builder, args
+
+        def body(i: Any, sums: list[Any]) -> list[Any]:
+            data = opaque(b, start)
+            values = [
+                load_at(b, b.add(data, ir.Constant(I64, k * VBYTES)), VF, 4) for k in range(PAIR_GROUPS + DOT_TOKENS)
+            ]
+            pairs = [(weight, x) for x in values[PAIR_GROUPS:] for weight in values[:PAIR_GROUPS]]
+            fma = f"llvm.fma.v{VF.count}f32"
+            return [llvm_call(b, fma, VF, *pair, v) for v, pair in zip(sums, pairs, strict=True)]
+
+        sums = _counted(body, [ir.Constant(VF, [0.0] * VF.count)] * DOT_SUMS, b, count, 1)
+        for k, v in enumerate(sums):
+            store_at(b, v, b.add(target, ir.Constant(I64, k * VBYTES)), 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
 def probe_read(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
     """Every thread reads its share of the data, as often as asked."""
     share = ld_i64(op + 8 * PROBE_BYTES) // n_threads // (READ_STREAMS * VBYTES) * (READ_STREAMS * VBYTES)
@@ -97,4 +121,13 @@ def probe_multiply(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
     multiply_all(ld_i64(op + 8 * PROBE_DATA), ld_i64(op + 8 * PROBE_ROUNDS), ld_i64(op + 8 * PROBE_OUT) + tid * 1024)
 
 
-KERNELS = {"probe_read": (probe_read, 4), "probe_multiply": (probe_multiply, 4)}
+def probe_multiply_floats(op, step, tid, n_threads):  # type: ignore[no-untyped-def]
+    """Every thread multiplies as often as asked."""
+    multiply_floats(ld_i64(op + 8 * PROBE_DATA), ld_i64(op + 8 * PROBE_ROUNDS), ld_i64(op + 8 * PROBE_OUT) + tid * 1024)
+
+
+KERNELS = {
+    "probe_read": (probe_read, 4),
+    "probe_multiply": (probe_multiply, 4),
+    "probe_multiply_floats": (probe_multiply_floats, 4),
+}
