@@ -550,6 +550,14 @@ def test_an_index_without_the_wheel(index: Index) -> None:
     [
         ("python: No module named pip", "pip is not installed beside gapless; run: .* -m ensurepip"),
         ("ERROR: one\nERROR: No matching distribution from https://me:pw@x/y", "from https://x/y"),
+        ("ERROR: No such file https://me:p@w@x/y?token=pw", "No such file https://x/y; check pip's configuration"),
+        ("ERROR: one\nWARNING: two", "pip failed: ERROR: one; check"),
+        (
+            "ERROR: Exception:\nTraceback (most recent call last):\n  File x\n    y\nValueError: no\n\n",
+            "pip failed: ValueError: no;",
+        ),
+        ("ERROR: Exception:\n", "it gave no reason"),
+        ("ERROR: " + "x" * 10_000, "pip failed: ERROR: x{293};"),
         ("OSError: [Errno 28] No space left on device", "is full"),
         ("", "it gave no reason"),
     ],
@@ -559,8 +567,61 @@ def test_what_pip_says_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch,
         return subprocess.CompletedProcess(command, 1, "", stderr)
 
     monkeypatch.setattr(wheel.subprocess, "run", failing)
-    with pytest.raises(DownloadError, match=problem):
+    with pytest.raises(DownloadError, match=problem) as caught:
         resolve("fake-1")
+    assert "pw" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        (b"s3cret:x:0\n", ", line 1,"),
+        (b"[global\nindex-url = https://a:s3cret@b/\n", ", line 1,"),
+        (b"[global]\nindex-url = x\nindex-url = s3cret\n", ", line 3,"),
+        (b"[global]\nindex-url\n s3cret\n", ", line "),
+        (b"[global]\n\xff = s3cret\n", ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["pip.conf", "it's.conf"])
+def test_a_malformed_configuration_of_pip_is_named_and_not_told(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, where: str, name: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / name))
+    with pytest.raises(DownloadError) as caught:
+        resolve("fake-1")
+    assert f"pip's configuration {tmp_path / name}{where}" in str(caught.value)
+    assert "is malformed; mend it, or set PIP_CONFIG_FILE to another" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_configuration_of_pip_that_has_no_end(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheel, "PIP_MEMORY_BYTES", 1 << 29)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/zero")
+    with pytest.raises(DownloadError, match=r"pip failed: MemoryError; .*PIP_CONFIG_FILE is /dev/zero"):
+        resolve("fake-1")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(wheel, "PIP_CONFIG_S", 1)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pipe"))
+    with pytest.raises(DownloadError, match=r"did not end within 1 s; .*PIP_CONFIG_FILE is .*pipe"):
+        resolve("fake-1")
+
+
+def test_an_endless_index_or_file_does_not_go_on_in_pip(
+    index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheel, "PIP_MEMORY_BYTES", 1 << 29)
+    monkeypatch.setattr(wheel, "MAX_PAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(wheel, "_addresses", lambda *_: iter(()))
+    index.endless = b"\0" * (1 << 20)
+    index.raw_wheel = b"HTTP/1.1 200 OK\r\n\r\n"
+    with pytest.raises(DownloadError, match=r"pip failed: .*File too large"):
+        resolve("fake-1")
+    index.raw_page = page(b"")
+    with pytest.raises(DownloadError, match=r"pip failed: .*MemoryError"):
+        resolve("fake-1")
+    assert files_in(cache) == []
 
 
 # --- names

@@ -26,6 +26,7 @@ from gapless.errors import DownloadError
 from gapless.models.fetch import (
     CHUNK_BYTES,
     GOES_ON,
+    MAX_PAGE_BYTES,
     Progress,
     Unreachable,
     download,
@@ -39,6 +40,11 @@ DEFAULT_INDEX = "https://pypi.org/simple"
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 MAX_LINKS = 8  # of one page, all to the same file
 MAX_SHOWN = 4  # of the places that gave nothing
+MAX_LINE = 300  # of what pip says
+PIP_MEMORY_BYTES = 1 << 31
+PIP_CONFIG_S = 60
+PIP_S = 3600
+_CHECK_PIP = "check the network and pip's index"
 _HREF = re.compile(r"""(?<![\w-])href\s*=\s*(?:"([^"]+)"|'([^']+)'|([^\s"'<>]+))""", re.IGNORECASE)
 
 
@@ -223,9 +229,10 @@ def _unescape(link: str) -> str:
 
 
 def _download_by_pip(wheel: Wheel, target: Path, problem: str) -> None:
+    options = ["--no-deps", "--no-cache-dir", "--quiet"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         try:
-            _pip("download", "--no-deps", "--no-cache-dir", "--quiet", "--dest", folder, wheel.requirement, temp=folder)
+            _pip("download", *options, "--dest", folder, wheel.requirement, temp=folder, file_bytes=wheel.size_bytes)
         except DownloadError as failure:
             raise DownloadError(
                 f"{wheel.requirement} could not be fetched ({problem}; {failure.problem})",
@@ -237,21 +244,74 @@ def _download_by_pip(wheel: Wheel, target: Path, problem: str) -> None:
         os.replace(found, target)
 
 
-def _pip(*args: str, temp: str | None = None) -> str:
+# pip reads whatever a server sends, to its end, so a limit of memory and one of the size of a file are put on it.
+_LIMITED_PIP = """
+import resource, runpy, sys
+for kind, wanted in (resource.RLIMIT_AS, int(sys.argv[1])), (resource.RLIMIT_FSIZE, int(sys.argv[2])):
+    soft, hard = resource.getrlimit(kind)
+    wanted = min(limit for limit in (wanted, soft, hard) if limit != resource.RLIM_INFINITY)
+    try:
+        resource.setrlimit(kind, (wanted, hard))
+    except (OSError, ValueError):
+        pass
+del sys.argv[1:3]
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+
+
+def _pip(*args: str, temp: str | None = None, file_bytes: int = 0) -> str:
     # Without byte code, which would stay behind as 6 MB for what runs once.
-    command = [sys.executable, "-B", "-m", "pip", "--disable-pip-version-check", "--no-input", *args]
+    limits = [str(PIP_MEMORY_BYTES), str(file_bytes + MAX_PAGE_BYTES)]
+    options = ["--disable-pip-version-check", "--no-input"]
+    command = [sys.executable, "-B", "-c", _LIMITED_PIP, *limits, *options, *args]
     environment = os.environ | ({"TMPDIR": temp} if temp is not None else {})
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    limit_s, remedy = (PIP_CONFIG_S, _check_configuration()) if args[0] == "config" else (PIP_S, _CHECK_PIP)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, env=environment, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        raise DownloadError(f"pip {args[0]} did not end within {limit_s} s", remedy) from None
+    except OSError as problem:
+        raise DownloadError(
+            f"pip could not be run ({problem.strerror or problem})", "check this Python's installation"
+        ) from None
     if done.returncode == 0:
         return done.stdout
     if "No space left" in done.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if "No module named pip" in done.stderr:
         raise DownloadError("pip is not installed beside gapless", f"run: {sys.executable} -m ensurepip")
-    lines = done.stderr.strip().splitlines()
-    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["it gave no reason"]
-    raise DownloadError(f"pip failed: {_without_secrets(errors[-1])}", "check the network and pip's index")
+    if re.search("^Configuration file (could not be loaded|contains invalid)", done.stderr, re.MULTILINE):
+        raise _bad_configuration(done.stderr)
+    raise DownloadError(f"pip failed: {_last_words(done.stderr)}", remedy)
+
+
+def _check_configuration() -> str:
+    named = os.environ.get("PIP_CONFIG_FILE")
+    return f"check pip's configuration ({f'PIP_CONFIG_FILE is {named}' if named else 'see: pip config debug'})"
+
+
+def _bad_configuration(stderr: str) -> DownloadError:
+    """Names the file and the line; what is in it, as pip says, may be secret."""
+    line = re.search(r"\bline:? +(\d+)", stderr)
+    quoted = re.search(
+        r"(?:file|from|errors): (?:<[^>]*>|(['\"])(.+?)\1)|from (['\"])(.+?)\3|characters in (.+?)\.?$", stderr
+    )
+    named = next(filter(None, quoted.group(2, 4, 5)), None) if quoted is not None else None
+    name = named or os.environ.get("PIP_CONFIG_FILE") or "(see: pip config debug)"
+    where = f"{name}, line {line[1]}," if line is not None else name
+    return DownloadError(f"pip's configuration {where} is malformed", "mend it, or set PIP_CONFIG_FILE to another")
+
+
+def _last_words(stderr: str) -> str:
+    """The line of what pip says that tells most: of a traceback, which it calls an exception, the last."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip() and not line[0].isspace()]
+    lines = [line for line in lines if line != "ERROR: Exception:"] or ["it gave no reason"]
+    told = [line for line in lines if line.startswith("ERROR")]
+    last = lines[-1] if "Traceback (most recent call last):" in lines or not told else told[-1]
+    return _without_secrets(last)[:MAX_LINE]
 
 
 def _without_secrets(line: str) -> str:
-    return re.sub(r"//[^/@\s]+@", "//", line)
+    return re.sub(r"(://[^\s?]*)\?\S*", r"\1", re.sub(r"//[^/\s]*@", "//", line))
