@@ -180,6 +180,45 @@ def test_two_at_once_fetch_once(index: Index) -> None:
     assert index.wheel_requests == [None]
 
 
+class Told:
+    """Hears of progress, and of waiting."""
+
+    def __init__(self) -> None:
+        self.waited = threading.Event()
+
+    def __call__(self, done: int, total: int) -> None:
+        pass
+
+    def waiting(self) -> None:
+        self.waited.set()
+
+
+def test_who_waits_for_another_process_is_told(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "LOCK_QUIET_S", 0.1)
+    told = [Told(), Told()]
+    results: list[bytes] = []
+    MODEL.path.parent.mkdir(parents=True)
+    with fetch.locked(MODEL.path.with_name("lock"), told[0]):
+        thread = threading.Thread(target=lambda: results.append(resolve("fake-1", progress=told[1]).read_bytes()))
+        thread.start()
+        assert told[1].waited.wait(10)
+        assert index.asked == []
+    thread.join()
+    assert results == [CONTENT]
+    assert not told[0].waited.is_set()
+
+
+@pytest.mark.parametrize("name", ["lock", FILENAME + ".part", "m.gguf", "m.gguf.part"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_in_the_cache_is_named(index: Index, name: str, make: Callable[[Path], None]) -> None:
+    odd = MODEL.path.with_name(name)
+    odd.parent.mkdir(parents=True)
+    make(odd)
+    with pytest.raises(DownloadError) as caught:
+        resolve("fake-1")
+    assert str(caught.value) == f"{odd} is in the way: it is no plain file; remove it"
+
+
 def test_no_download_where_it_is_not_wanted(index: Index) -> None:
     with pytest.raises(ModelError, match="'fake-1' has not been fetched; run: gapless pull fake-1"):
         resolve("fake-1", download=False)

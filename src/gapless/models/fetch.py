@@ -18,7 +18,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, runtime_checkable
 
 from gapless.errors import DownloadError
 
@@ -31,7 +31,17 @@ MAX_BREAKS = 5  # one after another without getting on
 PAUSE_S = 1.0  # after the first break; twice as long after each further one
 GOES_ON = "run it again: the download goes on where it broke off"
 
+LOCK_PAUSE_S = 0.05
+LOCK_QUIET_S = 1.0  # how long a lock may be waited for without a word
+
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@runtime_checkable
+class WaitingProgress(Protocol):
+    """A ``Progress`` that is also told, once, that another process is fetching the same and is waited for."""
+
+    def waiting(self) -> None: ...
 
 
 class Unreachable(Exception):
@@ -82,12 +92,39 @@ def _megabytes(n_bytes: int) -> str:
     return f"{n_bytes / 1e6:.1f} MB ({n_bytes} bytes)"
 
 
+def check_plain(path: Path) -> None:
+    """Refuse to use what is there but no file: to open a pipe is to wait for ever. Raises DownloadError."""
+    if path.exists() and not path.is_file():
+        raise DownloadError(f"{path} is in the way: it is no plain file", "remove it")
+
+
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with the process, however it ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def locked(path: Path, progress: Progress | None = None) -> Iterator[None]:
+    """One process at a time; the lock goes with the process, however it ends.
+
+    Raises:
+        DownloadError: there is something else in the place of the lock.
+        OSError: of the file system.
+    """
+    check_plain(path)
+    with path.open("a") as file:
+        if not _lock_soon(file):
+            if isinstance(progress, WaitingProgress):
+                progress.waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _lock_soon(file: IO[str]) -> bool:
+    until_s = time.monotonic() + LOCK_QUIET_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(LOCK_PAUSE_S)
 
 
 def sha256_of(path: Path) -> str:

