@@ -41,7 +41,7 @@ _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+h
 MAX_LINKS = 8  # of one page, all to the same file
 MAX_SHOWN = 4  # of the places that gave nothing
 MAX_LINE = 300  # of what pip says
-PIP_MEMORY_BYTES = 1 << 31
+PIP_MEMORY_BYTES = 1 << 30
 PIP_CONFIG_S = 60
 PIP_S = 3600
 _CHECK_PIP = "check the network and pip's index"
@@ -76,6 +76,9 @@ def fetch_wheel(wheel: Wheel, target: Path, progress: Progress | None = None) ->
             return download(url, target, wheel.sha256, wheel.size_bytes, progress, cafile)
         except Unreachable as unreachable:
             problems.append(f"{_shown(url)}: {unreachable}")
+        except DownloadError as failure:
+            problem = f"{wheel.requirement} from {_shown(url)}: {failure.problem}"
+            raise DownloadError(problem, failure.remedy) from None
     _download_by_pip(wheel, target, _joined(problems) or "it is in none of the indexes")
 
 
@@ -137,8 +140,10 @@ def _addresses(wheel: Wheel, config: dict[str, str], problems: list[str]) -> Ite
             links = _links(place, wheel.filename, config.get("cert"))
         except Unreachable as problem:
             problems.append(f"{_shown(place)}: {problem}")
-        else:
-            yield from links[:MAX_LINKS]
+            continue
+        if not links:
+            problems.append(f"{_shown(place)}: it has no {wheel.filename}")
+        yield from links[:MAX_LINKS]
 
 
 def _as_url(place: str) -> str:
