@@ -36,6 +36,9 @@ class Index:
         ranges: whether it can start in the middle.
         json: whether it gives its page as JSON (PEP 691) or HTML (PEP 503).
         password: that is asked for, as "user:password".
+        raw_page: a whole response for the page instead, status line and all, after which the connection closes.
+        raw_wheel: the same for the wheel.
+        endless: what is sent after a raw response, over and over for as long as anyone listens.
         asked: (path, Range header) of each request.
     """
 
@@ -47,6 +50,9 @@ class Index:
     json: bool = False
     password: str | None = None
     missing: bool = False
+    raw_page: bytes | None = None
+    raw_wheel: bytes | None = None
+    endless: bytes = b""
     asked: list[tuple[str, str | None]] = field(default_factory=list)
 
     @property
@@ -77,7 +83,9 @@ def package_index(wheel: bytes, filename: str) -> Iterator[Index]:
             if index.password is not None and self.headers.get("Authorization") is None:
                 self.answer(401, b"", {"WWW-Authenticate": "Basic"})
             elif self.path.endswith("/fake-model/"):
-                self.page()
+                self.page() if index.raw_page is None else self.raw(index.raw_page, index.endless)
+            elif self.path.endswith(filename) and index.raw_wheel is not None:
+                self.raw(index.raw_wheel, index.endless)
             elif self.path.endswith(filename) and not index.missing:
                 self.ranged(index.wheel, index.breaks.pop(0) if index.breaks else None, index.ranges)
             else:
@@ -150,6 +158,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             with contextlib.suppress(ConnectionError):
                 self.wfile.write(body[:sent])
+
+    def raw(self, response: bytes, endless: bytes) -> None:
+        self.close_connection = True
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(response)
+            while endless:
+                self.wfile.write(endless)
 
     def ranged(self, body: bytes, sent: int | None, ranges: bool) -> None:
         asked = self.headers.get("Range")

@@ -25,6 +25,7 @@ from gapless.cli.generate import InOrder
 from gapless.cli.output import printable
 from gapless.cli.panes import Columns, Lines, open_panes, text_width, wrap
 from gapless.cli.progress import downloading
+from gapless.models.fetch import WaitingProgress
 from gapless.outputs import StreamPiece
 from tiny_gguf import write_gguf
 
@@ -146,6 +147,17 @@ def test_a_download_is_shown_until_it_is_whole(
     assert "fetching model" in written.err
     assert ("100%" if tty else "fetched model") in written.err
     assert capsys.readouterr().err == "", "nothing is left to say after the last byte"
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_who_waits_for_another_download_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tty: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: tty)
+    with downloading("model") as progress:
+        assert isinstance(progress, WaitingProgress)
+        progress.waiting()
+    assert capsys.readouterr() == ("", "waiting for another process that is fetching model\n")
 
 
 # --- on a real terminal

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import pytest
 
@@ -133,7 +137,9 @@ def test_what_an_earlier_attempt_left_does_no_harm(index: Index, left: bytes) ->
 
 def test_a_damaged_wheel_is_not_kept(index: Index, cache: Path) -> None:
     index.wheel = WHEEL[:-1] + b"x"
-    with pytest.raises(DownloadError, match="SHA-256 is wrong"):
+    with pytest.raises(
+        DownloadError, match=r"fake-model==1\.0 from http://127.*: what came is damaged.*SHA-256 is wrong"
+    ):
         resolve("fake-1")
     assert files_in(cache) == []
 
@@ -141,7 +147,9 @@ def test_a_damaged_wheel_is_not_kept(index: Index, cache: Path) -> None:
 def test_a_wheel_with_another_file_is_not_kept(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = wheel_bytes(MEMBER, CONTENT[::-1])
     digest = hashlib.sha256(changed).hexdigest()
-    other = Builtin(MODEL.name, Wheel("fake-model", "1.0", FILENAME, digest, 1), MEMBER, MODEL.sha256, len(CONTENT), "")
+    other = Builtin(
+        MODEL.name, Wheel("fake-model", "1.0", FILENAME, digest, len(changed)), MEMBER, MODEL.sha256, len(CONTENT), ""
+    )
     monkeypatch.setitem(BUILTIN, MODEL.name, other)
     index.wheel = changed
     with pytest.raises(DownloadError, match="holds another file than expected"):
@@ -174,10 +182,272 @@ def test_two_at_once_fetch_once(index: Index) -> None:
     assert index.wheel_requests == [None]
 
 
+class Told:
+    """Hears of progress, and of waiting."""
+
+    def __init__(self) -> None:
+        self.waited = threading.Event()
+
+    def __call__(self, done: int, total: int) -> None:
+        pass
+
+    def waiting(self) -> None:
+        self.waited.set()
+
+
+def test_who_waits_for_another_process_is_told(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "LOCK_QUIET_S", 0.1)
+    told = [Told(), Told()]
+    results: list[bytes] = []
+    MODEL.path.parent.mkdir(parents=True)
+    with fetch.locked(MODEL.path.with_name("lock"), told[0]):
+        thread = threading.Thread(target=lambda: results.append(resolve("fake-1", progress=told[1]).read_bytes()))
+        thread.start()
+        assert told[1].waited.wait(10)
+        assert index.asked == []
+    thread.join()
+    assert results == [CONTENT]
+    assert not told[0].waited.is_set()
+
+
+@pytest.mark.parametrize("name", ["lock", FILENAME + ".part", "m.gguf", "m.gguf.part"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_in_the_cache_is_named(index: Index, name: str, make: Callable[[Path], None]) -> None:
+    odd = MODEL.path.with_name(name)
+    odd.parent.mkdir(parents=True)
+    make(odd)
+    with pytest.raises(DownloadError) as caught:
+        resolve("fake-1")
+    assert str(caught.value) == f"{odd} is in the way: it is no plain file; remove it"
+
+
 def test_no_download_where_it_is_not_wanted(index: Index) -> None:
     with pytest.raises(ModelError, match="'fake-1' has not been fetched; run: gapless pull fake-1"):
         resolve("fake-1", download=False)
     assert index.asked == []
+
+
+# --- servers that misbehave
+
+
+def failing_pip(*_: str, **__: Any) -> str:
+    raise DownloadError("pip failed", "")
+
+
+@pytest.fixture
+def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip gets no further than gapless does, and takes a second to say so."""
+    monkeypatch.setattr(wheel, "_pip", failing_pip)
+
+
+def page(body: bytes, *headers: str, kind: str = "text/html") -> bytes:
+    head = "\r\n".join(("HTTP/1.1 200 OK", f"Content-Type: {kind}", *headers))
+    return head.encode() + b"\r\n\r\n" + body
+
+
+LINK = f'<a href="../../files/{FILENAME}">x</a>'.encode()
+JSON = "application/vnd.pypi.simple.v1+json"
+
+
+@pytest.fixture
+def second_index(index: Index, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """A sound index after the one that misbehaves."""
+    monkeypatch.setattr(wheel, "_pip", no_pip)
+    with package_index(WHEEL, FILENAME) as second:
+        monkeypatch.setattr(wheel, "_pip_config", lambda: {"index-url": index.url, "extra-index-url": second.url})
+        yield second
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (page(LINK, "Content-Length: 100000"), rf"its page breaks off \(at byte {len(LINK)} of 100000\)"),
+        (page(b"zzzz\r\n" + LINK, "Transfer-Encoding: chunked"), r"its page breaks off \(.*IncompleteRead"),
+        (page(b"5\r\n<a hr\r\n", "Transfer-Encoding: chunked"), "its page breaks off"),
+        (page(LINK, "Content-Length: abc"), "the server gives no proper Content-Length"),
+        (page(b"[" * 200_000, kind=JSON), "the index gave no list of files"),
+        (page(b"9" * 5000, kind=JSON), "the index gave no list of files"),
+        (page(b"{}", kind=JSON), "the index gave no list of files"),
+        (b"\0\1garbage\r\n\r\n", r"it gives no proper HTTP \(BadStatusLine\)"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x" * 70_000 + b"\r\n\r\n", r"it gives no proper HTTP \(LineTooLong\)"),
+        (b"HTTP/1.1 500 s3cret\r\nContent-Length: 0\r\n\r\n", "500 Internal Server Error"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://[/\r\nContent-Length: 0\r\n\r\n", "it is no proper address"),
+        (b"", "Remote end closed connection"),
+        (page(b"<html></html>"), f"it has no {FILENAME}"),
+        (page(bytes(range(256))), f"it has no {FILENAME}"),
+    ],
+)  # fmt: skip
+def test_an_index_that_cannot_be_read_is_passed_over_and_named(
+    index: Index, second_index: Index, monkeypatch: pytest.MonkeyPatch, raw: bytes, problem: str
+) -> None:
+    index.raw_page, second_index.missing = raw, True
+    monkeypatch.setattr(wheel, "_pip", failing_pip)
+    with pytest.raises(DownloadError) as caught:
+        resolve("fake-1")
+    first, second = (served.url.removesuffix("/simple") for served in (index, second_index))
+    assert re.search(
+        rf"could not be fetched \({first}: {problem}.*, {second}: 404 Not Found; pip failed", str(caught.value)
+    )
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.exit_code == 2
+    second_index.missing = False
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_an_endless_index_is_passed_over(index: Index, second_index: Index) -> None:
+    index.raw_page, index.endless = page(b""), LINK * 10_000
+    problems: list[str] = []
+    addresses = list(wheel._addresses(MODEL.wheel, wheel._pip_config(), problems))
+    assert addresses == [f"{second_index.url.removesuffix('/simple')}/files/{FILENAME}"]
+    assert problems == [f"{index.url.removesuffix('/simple')}: its page does not end within {1 << 24} bytes"]
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_an_index_that_drips_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0, fetch.PAGE_S // 4)
+    monkeypatch.setattr(fetch.time, "monotonic", lambda: next(clock))
+
+    class Dripping:
+        headers: ClassVar[dict[str, str]] = {}
+
+        def read1(self, _: int) -> bytes:
+            return b"x"
+
+    with pytest.raises(fetch.Unreachable, match="its page does not end within 300 s"):
+        fetch.read_page(Dripping())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        page(b"<![foo " + LINK),
+        page(b'<a href="http://[">x</a>' + LINK),
+        page(f'<a href="http://[::1/{FILENAME}">x</a>'.encode() + LINK),
+        page(f'<a href="http://127.0.0.1:abc/{FILENAME}">x</a>'.encode() + LINK),
+        page(f'<a href="&#{"9" * 5000};{FILENAME}">x</a>'.encode() + LINK),
+        page(f'<a href="ftp://127.0.0.1/{FILENAME}"></a><a href="file:///dev/{FILENAME}"></a>'.encode() + LINK),
+        page(f"<A class=x HREF = '../../files/{FILENAME.replace('-', '&#45;')}'>".encode()),
+        page(json.dumps({"files": [7, {}, {"url": 7}, *({"url": base + FILENAME} for base in
+                                   ("http://[/", "http://x\0 \n/", "../../files/"))]}).encode(), kind=JSON),
+    ],
+)  # fmt: skip
+def test_bad_links_are_passed_over(index: Index, monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
+    monkeypatch.setattr(wheel, "_pip", no_pip)
+    index.raw_page = raw
+    assert resolve("fake-1").read_bytes() == CONTENT
+
+
+def test_a_page_of_links_to_the_same_file_is_not_followed_to_its_end(index: Index, without_pip: None) -> None:
+    links = b"".join(f'<a href="../../files/{i}/{FILENAME}">'.encode() for i in range(1000))
+    index.raw_page, index.raw_wheel = page(links), b"HTTP/1.1 404 no\r\nContent-Length: 0\r\n\r\n"
+    with pytest.raises(DownloadError, match="404 Not Found"):
+        resolve("fake-1")
+    assert len(index.wheel_requests) == wheel.MAX_LINKS
+
+
+@pytest.mark.parametrize("piece", ["<a ", "href=", 'href="', "<!", "<![foo ", "<!-- ", "href='\"", "href = \n"])
+def test_no_page_takes_long_to_read(piece: str) -> None:
+    begun_s = time.perf_counter()
+    wheel._html_links(piece * (1_000_000 // len(piece)))
+    assert time.perf_counter() - begun_s < 5  # it is linear, in a tenth of a second
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ({"index-url": "/etc"}, r"/etc/fake-model: there is no such file"),
+        ({"index-url": "nonsense"}, r"/nonsense/fake-model: there is no such file"),
+        ({"index-url": "http://["}, r"'http://\[/fake-model/': it is no proper address"),
+        ({"index-url": "http://user:s3cr[et@host/simple"}, r"'host/simple/fake-model/': it is no proper address"),
+        ({"index-url": "http://user:s3cr/et@host/simple"}, r"'host/simple/fake-model/': it is no proper address"),
+        ({"index-url": "http://user:s3cret@127.0.0.1:1/et/"}, r"http://127.0.0.1:1: Connection refused"),
+        ({"index-url": "ftp://127.0.0.1:1/"}, r"ftp://127.0.0.1:1: it is no address of http, https or file"),
+        ({"index-url": "http://" + "x" * 70 + "/"}, r"http://x{70}: it is no proper address"),
+        ({"find-links": "http://[", "no-index": "1"}, r"'http://\[': it is no proper address"),
+        ({"find-links": "/dev/zero", "no-index": "1"}, r"/dev/zero: there is no such file"),
+        ({"index-url": "https://127.0.0.1:1/", "cert": "/no/s.pem"}, "the certificates in /no/s.pem cannot be read: N"),
+        ({"find-links": " ".join(f"/no/{i}" for i in range(100)), "no-index": "1"}, r"/no/3: .*file, and 96 more; pip"),
+    ],
+)  # fmt: skip
+def test_settings_that_lead_nowhere_are_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, without_pip: None, setting: dict[str, str], problem: str
+) -> None:
+    monkeypatch.setattr(wheel, "_pip_config", lambda: setting)
+    with pytest.raises(DownloadError, match=problem) as caught:
+        resolve("fake-1")
+    assert "s3cr" not in str(caught.value)
+    assert "/et" not in str(caught.value) or "/etc" in str(caught.value)
+
+
+def test_a_pipe_for_an_index_is_not_waited_for(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_pip: None
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(wheel, "_pip_config", lambda: {"find-links": str(tmp_path / "pipe"), "no-index": "1"})
+    with pytest.raises(DownloadError, match="pipe: there is no such file"):
+        resolve("fake-1")
+
+
+def test_the_proxy_in_between_is_named(index: Index, monkeypatch: pytest.MonkeyPatch, without_pip: None) -> None:
+    monkeypatch.setenv("http_proxy", "http://me:s3cret@127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr(fetch.urllib.request, "_opener", None)  # it keeps the proxies of its first use
+    with pytest.raises(DownloadError, match=r"Connection refused \(through the proxy 127\.0\.0\.1:1\)") as caught:
+        resolve("fake-1")
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [b"abc", b"9" * 5000, b"-5", b"", b"1e3", "²".encode("latin-1")])
+def test_a_length_that_is_no_number(index: Index, cache: Path, without_pip: None, length: bytes) -> None:
+    index.raw_wheel = b"HTTP/1.1 200 OK\r\nContent-Length: " + length + b"\r\n\r\n" + WHEEL
+    with pytest.raises(DownloadError, match=r"could not be fetched \(.*the server gives no proper Content-Length"):
+        resolve("fake-1")
+    assert files_in(cache) == []
+
+
+def test_a_range_that_was_not_asked_for_is_the_servers_fault(index: Index, cache: Path, without_pip: None) -> None:
+    index.raw_wheel = b"HTTP/1.1 416 no such\r\nContent-Length: 0\r\n\r\n"
+    with pytest.raises(DownloadError, match="416 Requested Range Not Satisfiable"):
+        resolve("fake-1")
+    assert files_in(cache) == []
+
+
+@pytest.mark.parametrize("change", [-1, 1, 10**12])
+def test_a_file_of_another_size_is_not_fetched(index: Index, cache: Path, without_pip: None, change: int) -> None:
+    index.raw_wheel = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(WHEEL) + change)
+    with pytest.raises(DownloadError, match=f"it gives {len(WHEEL) + change} bytes instead of {len(WHEEL)}"):
+        resolve("fake-1")
+    assert files_in(cache) == []
+
+
+def test_an_endless_file_is_read_no_further_than_it_should_go(index: Index, cache: Path) -> None:
+    index.raw_wheel, index.endless = b"HTTP/1.1 200 OK\r\n\r\n", b"\0" * 1_000_000
+    seen: list[int] = []
+    with pytest.raises(DownloadError, match="SHA-256 is wrong"):
+        resolve("fake-1", progress=lambda done, _: seen.append(done))
+    assert max(seen) < len(WHEEL)  # that it is there was never said
+    assert files_in(cache) == []
+
+
+@pytest.mark.parametrize(("breaks", "ranges"), [([1] * 1000, True), ([70_000, 140_000] * 500, False)])
+def test_connections_that_bring_next_to_nothing_are_given_up(index: Index, breaks: list[int], ranges: bool) -> None:
+    index.breaks, index.ranges = breaks, ranges
+    with pytest.raises(DownloadError, match="the connection broke off after"):
+        resolve("fake-1")
+    assert len(index.wheel_requests) <= 2 + fetch.MAX_BREAKS
+
+
+def test_a_connection_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0, fetch.TIMEOUT_S // 4)
+    monkeypatch.setattr(fetch.time, "monotonic", lambda: next(clock))
+
+    class Dripping:
+        def read1(self, _: int) -> bytes:
+            return b"x"
+
+    with pytest.raises(fetch._Broken, match="only 4 bytes came in 60 s"):
+        fetch._copy(Dripping(), io.BytesIO(), 0, 1000, None)
 
 
 # --- a full disk
@@ -312,7 +582,9 @@ def test_pip_is_asked_where_the_index_gives_nothing(
 
 def test_an_index_without_the_wheel(index: Index) -> None:
     index.missing = True
-    with pytest.raises(DownloadError, match=r"fake-model==1\.0 could not be fetched \(404 Not Found; pip failed"):
+    with pytest.raises(
+        DownloadError, match=r"fake-model==1\.0 could not be fetched \(http://127.0.0.1:\d+: 404 Not Found; pip failed"
+    ):
         resolve("fake-1")
 
 
@@ -321,6 +593,14 @@ def test_an_index_without_the_wheel(index: Index) -> None:
     [
         ("python: No module named pip", "pip is not installed beside gapless; run: .* -m ensurepip"),
         ("ERROR: one\nERROR: No matching distribution from https://me:pw@x/y", "from https://x/y"),
+        ("ERROR: No such file https://me:p@w@x/y?token=pw", "No such file https://x/y; check pip's configuration"),
+        ("ERROR: one\nWARNING: two", "pip failed: ERROR: one; check"),
+        (
+            "ERROR: Exception:\nTraceback (most recent call last):\n  File x\n    y\nValueError: no\n\n",
+            "pip failed: ValueError: no;",
+        ),
+        ("ERROR: Exception:\n", "it gave no reason"),
+        ("ERROR: " + "x" * 10_000, "pip failed: ERROR: x{293};"),
         ("OSError: [Errno 28] No space left on device", "is full"),
         ("", "it gave no reason"),
     ],
@@ -330,8 +610,61 @@ def test_what_pip_says_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch,
         return subprocess.CompletedProcess(command, 1, "", stderr)
 
     monkeypatch.setattr(wheel.subprocess, "run", failing)
-    with pytest.raises(DownloadError, match=problem):
+    with pytest.raises(DownloadError, match=problem) as caught:
         resolve("fake-1")
+    assert "pw" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        (b"s3cret:x:0\n", ", line 1,"),
+        (b"[global\nindex-url = https://a:s3cret@b/\n", ", line 1,"),
+        (b"[global]\nindex-url = x\nindex-url = s3cret\n", ", line 3,"),
+        (b"[global]\nindex-url\n s3cret\n", ", line "),
+        (b"[global]\n\xff = s3cret\n", ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["pip.conf", "it's.conf"])
+def test_a_malformed_configuration_of_pip_is_named_and_not_told(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, where: str, name: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / name))
+    with pytest.raises(DownloadError) as caught:
+        resolve("fake-1")
+    assert f"pip's configuration {tmp_path / name}{where}" in str(caught.value)
+    assert "is malformed; mend it, or set PIP_CONFIG_FILE to another" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_configuration_of_pip_that_has_no_end(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheel, "PIP_MEMORY_BYTES", 1 << 29)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/zero")
+    with pytest.raises(DownloadError, match=r"pip failed: MemoryError; .*PIP_CONFIG_FILE is /dev/zero"):
+        resolve("fake-1")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(wheel, "PIP_CONFIG_S", 1)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pipe"))
+    with pytest.raises(DownloadError, match=r"did not end within 1 s; .*PIP_CONFIG_FILE is .*pipe"):
+        resolve("fake-1")
+
+
+def test_an_endless_index_or_file_does_not_go_on_in_pip(
+    index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheel, "PIP_MEMORY_BYTES", 1 << 29)
+    monkeypatch.setattr(wheel, "MAX_PAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(wheel, "_addresses", lambda *_: iter(()))
+    index.endless = b"\0" * (1 << 20)
+    index.raw_wheel = b"HTTP/1.1 200 OK\r\n\r\n"
+    with pytest.raises(DownloadError, match=r"pip failed: .*File too large"):
+        resolve("fake-1")
+    index.raw_page = page(b"")
+    with pytest.raises(DownloadError, match=r"pip failed: .*MemoryError"):
+        resolve("fake-1")
+    assert files_in(cache) == []
 
 
 # --- names

