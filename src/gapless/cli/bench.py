@@ -23,10 +23,18 @@ _RUNS = click.IntRange(1, 1000)
 @click.option("--prompt-tokens", type=_TOKENS, metavar="N", default=128, show_default=True, help="Of each prompt.")
 @click.option("--output-tokens", type=_TOKENS, metavar="N", default=128, show_default=True, help="Of each answer.")
 @click.option("--runs", type=_RUNS, metavar="N", default=3, show_default=True, help="Runs whose medians are printed.")
+@click.option("--ledger/--no-ledger", "books", default=True, help="Book where the time of every token went.")
 @engine_options
 @json_option
 def command(
-    model: str, batch: int, prompt_tokens: int, output_tokens: int, runs: int, engine: EngineOptions, as_json: bool
+    model: str,
+    batch: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    runs: int,
+    books: bool,
+    engine: EngineOptions,
+    as_json: bool,
 ) -> None:
     """Measure a model: prefill and decode rates, times, sizes, and the floor beside them.
 
@@ -43,7 +51,13 @@ def command(
     with engine.open(model) as llm:
         measure = partial(measure_ceilings, engine.compute_threads, held_bytes(llm), engine.isa, note)
         result = benchmark(
-            llm, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, runs=runs, measure=measure
+            llm,
+            batch=batch,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            runs=runs,
+            measure=measure,
+            books=books,
         )
     if as_json:
         write_json(result)
@@ -66,6 +80,12 @@ def _print(r: dict[str, Any]) -> None:
     )
     for name, text in lines:
         write(f"{name:8} {text}")
+    if r["ledger"] is not None:
+        from gapless.ledger.report import lines as of_books
+
+        write()
+        for text in of_books(r["ledger"]):
+            write(text)
 
 
 def _decode(r: dict[str, Any]) -> str:

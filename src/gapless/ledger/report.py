@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from gapless.ledger.accounts import ACCOUNTS, N_ACCOUNTS, Account
+from gapless.ledger.accounts import ACCOUNTS, Account
 from gapless.ledger.ledger import Ledger, Totals, WorstToken
+
+Summary = dict[str, Any]
 
 BAR_CELLS = 60
 SHADES = "█▓▒░"
+REST = "·"
 LEAST_SHARE = 0.0005  # below it an account has no line
 
 
-def summary(ledger: Ledger) -> dict[str, Any]:
+def summary(ledger: Ledger) -> Summary:
     """The books as plain values: seconds are sums over tokens, bytes and FLOPs those of the steps, once each."""
     t = ledger.totals
     return {
@@ -53,40 +56,34 @@ def largest(spent: Any) -> Account:
     return max(Account, key=lambda account: int(spent[account]))
 
 
-def main_wait(t: Totals) -> Account:
-    """The account that lies furthest above its floor."""
-    return max(Account, key=lambda account: float(t.spent_ns[account] - t.floor_ns[account]))
-
-
-def lines(ledger: Ledger) -> list[str]:
+def lines(books: Summary) -> list[str]:
     """A table of where the time of a token went on average, a bar of it, and what to do about the longest wait."""
-    t = ledger.totals
-    if not t.tokens:
+    if not books["tokens"]:
         return ["the books are empty: no token was delivered"]
-    shown = [a for a in Account if t.spent_ns[a] >= LEAST_SHARE * t.wall_ns]
-    found = [f"{'account':12} {'a token':>10} {'floor':>10} {'share':>6}   (mean of {t.tokens:,} tokens)"]
-    for account in sorted(shown, key=lambda a: -int(t.spent_ns[a])):
-        spent, floor = t.spent_ns[account] / t.tokens / 1e6, t.floor_ns[account] / t.tokens / 1e6
-        least = f"{floor:7.3f} ms" if floor else "-"
-        share = t.spent_ns[account] / t.wall_ns
-        found.append(f"{account.label:12} {spent:7.3f} ms {least:>10} {share:6.1%}")
-    wall, floor = t.wall_ns / t.tokens / 1e6, t.floor_ns.sum() / t.tokens / 1e6
-    found.append(f"{'in all':12} {wall:7.3f} ms {floor:7.3f} ms {1 - floor / wall:6.1%} of it waiting")
-    found.append(bar(t))
-    cause = main_wait(t)
-    over = (t.spent_ns[cause] - t.floor_ns[cause]) / t.wall_ns
-    found.append(f"most waiting: {cause.label} ({over:.0%}): {ACCOUNTS[cause].knob}")
-    return found
+    wall, tokens, accounts = books["wall_seconds"], books["tokens"], books["accounts"]
+    order = sorted(accounts, key=lambda name: -float(accounts[name]["seconds"]))
+    found = [f"{'account':12} {'a token':>10} {'floor':>10} {'share':>6}   mean of {tokens:,} tokens"]
+    for name in order:
+        spent, floor = accounts[name]["seconds"], accounts[name]["floor_seconds"]
+        if spent >= LEAST_SHARE * wall:
+            least = f"{1e3 * floor / tokens:7.3f} ms" if floor else "-"
+            found.append(f"{name:12} {1e3 * spent / tokens:7.3f} ms {least:>10} {spent / wall:6.1%}")
+    floor = sum(account["floor_seconds"] for account in accounts.values())
+    found.append(f"{'in all':12} {1e3 * wall / tokens:7.3f} ms {1e3 * floor / tokens:7.3f} ms")
+    cause = max(accounts, key=lambda name: float(accounts[name]["seconds"] - accounts[name]["floor_seconds"]))
+    over = (accounts[cause]["seconds"] - accounts[cause]["floor_seconds"]) / wall
+    return [*found, _bar(books, order), f"most above its floor: {cause}, by {over:.0%}: {_knob(cause)}"]
 
 
-def bar(t: Totals) -> str:
+def _knob(name: str) -> str:
+    return ACCOUNTS[Account[name.upper()]].knob
+
+
+def _bar(books: Summary, order: list[str]) -> str:
     """The accounts side by side, each by its share, the largest first."""
-    order = sorted(range(N_ACCOUNTS), key=lambda a: -int(t.spent_ns[a]))
-    cells, text, names = 0, "", []
-    for place, account in enumerate(order[: len(SHADES)]):
-        n = round(BAR_CELLS * t.spent_ns[account] / t.wall_ns)
-        cells += n
-        text += SHADES[place] * n
-        if n:
-            names.append(f"{SHADES[place]} {Account(account).label}")
-    return f"{text}{'·' * max(BAR_CELLS - cells, 0)}  {' '.join(names)} · others"
+    text, names = "", []
+    for shade, name in zip(SHADES, order, strict=False):
+        cells = round(BAR_CELLS * books["accounts"][name]["seconds"] / books["wall_seconds"])
+        text += shade * cells
+        names += [f"{shade} {name}"] if cells else []
+    return f"{text:{REST}<{BAR_CELLS}}  {'  '.join(names)}  {REST} others"
