@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -12,12 +13,21 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gapless.errors import ExecutorError, GaplessError, RequestError, ResourceError, UnsupportedModelError
+from families import make_hf_folder
+from gapless.errors import (
+    ExecutorError,
+    GaplessError,
+    ModelFileError,
+    RequestError,
+    ResourceError,
+    UnsupportedModelError,
+)
 from gapless.executor.open import cache_pages
 from gapless.llm import LLM
 from gapless.models.load import load_model
@@ -399,6 +409,49 @@ def test_a_tokenizer_that_knows_more_than_the_model(llm: LLM, monkeypatch: pytes
     for use in (lambda: llm.generate(["a"]), lambda: next(llm.stream("a")), lambda: llm.chat([{"role": "user"}])):
         with pytest.raises(RequestError, match="token id"):
             use()
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A model whose tokenizer fails at the text of every token of one letter, and so of all that are not special."""
+    folder = make_hf_folder("smollm2", tmp_path_factory.mktemp("failing") / "model")
+    path = folder / "tokenizer.json"
+    dots = {"type": "Replace", "pattern": {"Regex": "."}, "content": "."}
+    strip = {"type": "Strip", "content": ".", "start": 1, "stop": 1}
+    changed = {"decoder": {"type": "Sequence", "decoders": [dots, strip]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with LLM(folder, threads=1, kv_memory_bytes=1 << 24) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("n_tokens", [1, 5])
+@pytest.mark.parametrize("way", ["whole", "live", "stop", "stream", "astream"])
+def test_a_tokenizer_that_fails_at_the_answer_fails_that_request_only(failing: LLM, way: str, n_tokens: int) -> None:
+    special = SamplingParams(max_tokens=n_tokens, ignore_eos=True, logit_bias={256: 1000.0})
+    bad = replace(special, logit_bias={65: 1000.0}, stop=("x",) if way == "stop" else ())
+
+    async def last() -> None:
+        async for _ in failing.astream(PROMPT, bad):
+            pass
+
+    ways = {
+        "whole": lambda: failing.generate([PROMPT], bad),
+        "stop": lambda: failing.generate([PROMPT], bad),
+        "live": lambda: failing.generate([PROMPT], bad, on_text=lambda *_: None),
+        "stream": lambda: list(failing.stream(PROMPT, bad)),
+        "astream": lambda: asyncio.run(last()),
+    }
+    good: list[str | None] = []
+    beside = threading.Thread(
+        target=lambda: good.extend(r.finish_reason for r in failing.generate([PROMPT] * 3, special, on_text=print))
+    )
+    beside.start()
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json: the tokenizer cannot make text of tokens"):
+        ways[way]()
+    beside.join(WAIT_S)
+    assert good == ["length"] * 3
+    wait_until_idle(failing)
+    assert failing.generate([PROMPT], special)[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("executor", ["cpu", "reference"])

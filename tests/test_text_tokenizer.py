@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from gapless.errors import ModelError, ModelFileError, RequestError, Unsupported
 from gapless.models.gguf_file import GgufFile
 from gapless.text.pretokenizers import PRE_TOKENIZERS
 from gapless.text.spelling import SPACE, byte_alphabet, byte_level
+from gapless.text.stream import Detokenizer
 from gapless.text.tokenizer import Tokenizer
 from tokenizer_data import BYTE, CONTROL, UNUSED, byte_pair_metadata, sentence_piece_metadata
 
@@ -145,8 +148,6 @@ def test_how_text_is_cut(pre: str, text: str, pieces: list[str]) -> None:
 def test_any_text_comes_back_however_it_is_cut(pre: str, text: str) -> None:
     tokenizer = Tokenizer.from_gguf(byte_pair_metadata(pre), "test")
     if PRE_TOKENIZERS[pre].nfc:
-        import unicodedata
-
         text = unicodedata.normalize("NFC", text)
     assert tokenizer.decode(tokenizer.encode(text, add_special=False, parse_special=False)) == text
 
@@ -331,6 +332,33 @@ def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     loaded = SimpleNamespace(path=tmp_path, gguf=None, bos_id=None, eos_ids=())
     with pytest.raises(ModelFileError, match=r"has no tokenizer\.json; fetch it"):
         Tokenizer.from_model(loaded)  # type: ignore[arg-type]
+
+
+# --- files at which the library fails
+
+
+def file_with(**parts: Any) -> bytes:
+    """A ``tokenizer.json`` with a few words and these parts."""
+    vocab = {"[UNK]": 0, "a": 1, "é": 2, "éa": 3}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model, **parts}).encode()
+
+
+def read_file(content: bytes, folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    path.write_bytes(content)
+    return Tokenizer.from_file(path)
+
+
+def test_a_failure_of_the_library_while_decoding_is_one_line(tmp_path: Path) -> None:
+    """It panics where a token has nothing but what is taken from both its ends."""
+    tokenizer = read_file(file_with(decoder={"type": "Strip", "content": "é", "start": 1, "stop": 1}), tmp_path)
+    assert tokenizer.decode([1]) == "a"
+    message = r"tokenizer\.json: the tokenizer cannot make text of tokens \(.*\); use the tokenizer"
+    for decode in (tokenizer.decode, lambda ids: Detokenizer(tokenizer).push(ids[0])):
+        with pytest.raises(ModelFileError, match=message) as caught:
+            decode([2])
+        assert "\n" not in str(caught.value)
 
 
 # --- metadata that is wrong

@@ -10,7 +10,8 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from gapless.checks import shown
-from gapless.errors import GaplessError, ModelFileError, UnsupportedModelError
+from gapless.errors import ModelFileError, UnsupportedModelError
+from gapless.text.library import failures_as
 from gapless.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from gapless.text.spelling import SPACE
 
@@ -59,15 +60,9 @@ class GgufTokenizer:
         self._vocabulary = self._read_vocabulary()
 
     def build(self) -> HfTokenizer:
-        try:
+        with failures_as(lambda line: self._error(f"the tokenizer is not usable ({line})")):
             hf = self._byte_pairs() if self._kind == "gpt2" else self._sentence_piece()
             self._add_special(hf)
-        except GaplessError:
-            raise
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as problem:  # a panic of the library is no Exception
-            raise self._error(f"the tokenizer is not usable ({one_line(problem)})") from None
         return hf
 
     @property
@@ -208,7 +203,3 @@ class GgufTokenizer:
 
     def _error(self, problem: str) -> ModelFileError:
         return ModelFileError(f"{self._where}: {problem}", "download the file again")
-
-
-def one_line(problem: BaseException) -> str:
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]
