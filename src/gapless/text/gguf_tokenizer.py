@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from gapless.checks import shown
 from gapless.errors import ModelFileError, UnsupportedModelError
+from gapless.text.expansion import check_longest
 from gapless.text.library import failures_as
 from gapless.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from gapless.text.spelling import SPACE
@@ -18,6 +19,7 @@ from gapless.text.spelling import SPACE
 # Token types (llama.cpp's llama_token_type).
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _PREFIX = "tokenizer.ggml."
+MAX_CUTTING = 1 << 29  # characters handled to cut every piece in two wherever it can be: a second's work
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,11 @@ class GgufTokenizer:
 
     def _read_vocabulary(self) -> Vocabulary:
         tokens = self._strings("tokens")
+        check_longest(max(map(len, tokens)), self._where)
         types = self._numbers("token_type", len(tokens), NORMAL)
         scores = self._numbers("scores", len(tokens), 0.0) if self._kind == "llama" else []
+        if self._kind == "llama" and sum(len(token) ** 2 for token in tokens) > MAX_CUTTING:
+            raise self._error("its pieces have too many characters in all")
         ids = {token: index for index, token in enumerate(tokens)}
         if len(ids) < len(tokens):
             self._check_doubles(tokens, types, ids)

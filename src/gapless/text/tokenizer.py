@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from gapless.errors import ModelFileError, RequestError
 from gapless.models.files import is_present, read_regular
+from gapless.text.expansion import check_expansion
 from gapless.text.gguf_tokenizer import GgufTokenizer
 from gapless.text.library import failures_as
 from gapless.text.spelling import Spelling, spelling_of
@@ -92,6 +93,7 @@ class Tokenizer:
         """A ``tokenizer.json``; whether BOS comes before a text is the file's own matter. Raises ModelFileError."""
         data = read_regular(path)
         with failures_as(lambda line: ModelFileError(f"{path}: is no usable tokenizer ({line})", "download it again")):
+            check_expansion(data, str(path))
             hf = HfTokenizer.from_buffer(data)
         return cls(hf, bos_id=bos_id, eos_ids=eos_ids, where=str(path))
 
