@@ -454,6 +454,24 @@ def test_a_tokenizer_that_fails_at_the_answer_fails_that_request_only(failing: L
     assert failing.generate([PROMPT], special)[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("unit", ["a", "word "])
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_encoded(llm: LLM, unit: str) -> None:
+    text = unit * 2_000_000
+    message = (
+        rf"the prompt has \d+ characters, which make more tokens than the {llm.spec.context_tokens} of the context"
+    )
+    for use in (
+        lambda: llm.generate(["a", text]),
+        lambda: next(llm.stream(text)),
+        lambda: llm.chat([{"role": "user", "content": text}]),
+    ):
+        started = time.process_time()
+        with pytest.raises(RequestError, match=message) as caught:
+            use()
+        assert caught.value.remedy == "shorten the prompt; the model has no longer context"
+        assert time.process_time() - started < 2
+
+
 @pytest.mark.parametrize("executor", ["cpu", "reference"])
 def test_a_vocabulary_too_large_for_exact_sums(tiny: Path, monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
     monkeypatch.setattr("gapless.executor.open.MAX_VOCAB", 100)

@@ -543,6 +543,67 @@ def test_a_failure_of_the_library_while_decoding_is_one_line(tmp_path: Path) -> 
         assert "\n" not in str(caught.value)
 
 
+# --- texts that are far too long
+
+
+def n_tokens(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special=False))
+
+
+SWALLOWING = Tokenizer.from_gguf(sentence_piece_metadata() | {"general.architecture": "phi3"}, "test")
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_PAIRS, SENTENCE_PIECE, SWALLOWING])
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(["hello ", "a", " ", "\n", "€", "日", "é", "1", "<user>", "<|end|>", "x"]),
+                  st.integers(1, 300)),
+        min_size=1, max_size=8,
+    ),
+    limit=st.integers(0, 400),
+)  # fmt: skip
+def test_no_text_that_fits_is_refused(tokenizer: Tokenizer, parts: list[tuple[str, int]], limit: int) -> None:
+    text = "".join(part * count for part, count in parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gapless.text.excess.PIECE", 64)
+        if tokenizer.excess.surely(text, limit):
+            assert n_tokens(tokenizer, text) > limit
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_PAIRS, SENTENCE_PIECE, SWALLOWING])
+@pytest.mark.parametrize("unit", ["a", "hello ", "日本", "<s>"])
+def test_a_text_that_is_far_too_long_is_known_from_its_beginning(
+    tokenizer: Tokenizer, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+    encode = Tokenizer.encode
+
+    def count(self: Tokenizer, text: str, **options: bool) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", count)
+    assert tokenizer.excess.surely(unit * 1_000_000, 1000)
+    assert sum(encoded) < 200_000
+
+
+def test_white_space_and_characters_without_tokens_may_be_as_long_as_they_like() -> None:
+    text = "<user>" + " " * 1_000_000 + "hello"
+    assert n_tokens(SWALLOWING, text) == 2
+    assert not SWALLOWING.excess.surely(text, 10)
+    metadata = byte_pair_metadata()
+    metadata["tokenizer.ggml.tokens"][2 + list(byte_alphabet()).index(BYTES[ord("z")])] = "<unused>"
+    lacking = Tokenizer.from_gguf(metadata, "test")
+    assert n_tokens(lacking, "z" * 100_000) == 0
+    assert not lacking.excess.surely("z" * 100_000, 10)
+
+
+def test_texts_of_other_tokenizers_are_encoded_to_tell() -> None:
+    """A word that is not known is one token, however long it is."""
+    tokenizer = Tokenizer(HfTokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    assert not tokenizer.excess.surely("b" * 1_000_000, 10)
+
+
 # --- metadata that is wrong
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from gapless.errors import ModelFileError, RequestError
 from gapless.models.files import is_present, read_regular
+from gapless.text.excess import Excess
 from gapless.text.expansion import check_expansion
 from gapless.text.gguf_tokenizer import GgufTokenizer
 from gapless.text.library import failures_as
@@ -157,6 +158,11 @@ class Tokenizer:
             return ""
         with failures_as(self._unusable):
             return self.hf.id_to_token(token_id) or ""
+
+    @cached_property
+    def excess(self) -> Excess:
+        """Tells texts that make far too many tokens."""
+        return Excess(self)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
