@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -22,8 +23,9 @@ import pytest
 from gapless.arch.spec import LayerWeights
 from gapless.bench import held_bytes
 from gapless.cli import app, main
-from gapless.cli.options import EngineOptions, read_prompts
+from gapless.cli.options import MAX_PROMPT_CHARACTERS, EngineOptions, read_prompts
 from gapless.doctor import can_write
+from gapless.errors import RequestError
 from gapless.kernels.cpu.held import packed_infos
 from gapless.kernels.cpu.isa import detect
 from gapless.llm import LLM
@@ -406,6 +408,30 @@ def test_the_last_newline_of_a_file_is_not_of_the_prompt(tmp_path: Path) -> None
     for text, prompt in (("a", "a"), ("a\n", "a"), ("a\n\n", "a\n"), ("a\r\n", "a"), (" a ", " a ")):
         (tmp_path / "prompt").write_bytes(text.encode())
         assert read_prompts(("first",), (str(tmp_path / "prompt"),)) == ["first", prompt]
+
+
+def test_a_prompt_file_without_end_is_refused() -> None:
+    for name in ("/dev/zero", "-"):
+        with open("/dev/zero", "rb") as endless:
+            done = subprocess.run(
+                [sys.executable, "-m", "gapless", "generate", "/nowhere", "--prompt-file", name],
+                stdin=endless, capture_output=True, timeout=60, check=False,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30)),
+            )  # fmt: skip
+        assert done.returncode == 2
+        expected = f"error: prompt-file = '{name}' has more than {MAX_PROMPT_CHARACTERS} characters"
+        assert done.stderr.decode().startswith(expected)
+        assert done.stderr.count(b"\n") == 1
+
+
+def test_a_prompt_file_of_the_greatest_length_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gapless.cli.options.MAX_PROMPT_CHARACTERS", 5)
+    path = tmp_path / "prompt"
+    path.write_text("ééééé", encoding="utf-8")
+    assert read_prompts((), (str(path),)) == ["ééééé"]
+    path.write_text("éééééé", encoding="utf-8")
+    with pytest.raises(RequestError, match="has more than 5 characters, the most that are read; give a shorter text"):
+        read_prompts((), (str(path),))
 
 
 def test_priorities_of_prompts(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

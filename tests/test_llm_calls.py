@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import re
 import signal
@@ -16,13 +17,23 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gapless.errors import ExecutorError, GaplessError, ModelError, RequestError, ResourceError, UnsupportedModelError
+from families import make_hf_folder
+from gapless.errors import (
+    ExecutorError,
+    GaplessError,
+    ModelError,
+    ModelFileError,
+    RequestError,
+    ResourceError,
+    UnsupportedModelError,
+)
 from gapless.executor.open import cache_pages
 from gapless.llm import LLM
 from gapless.models.load import load_model
@@ -511,6 +522,67 @@ def test_a_tokenizer_that_knows_more_than_the_model(llm: LLM, monkeypatch: pytes
     ):
         with pytest.raises(RequestError, match="token id"):
             use()
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A model whose tokenizer fails at the text of every token of one letter, and so of all that are not special."""
+    folder = make_hf_folder("smollm2", tmp_path_factory.mktemp("failing") / "model")
+    path = folder / "tokenizer.json"
+    dots = {"type": "Replace", "pattern": {"Regex": "."}, "content": "."}
+    strip = {"type": "Strip", "content": ".", "start": 1, "stop": 1}
+    changed = {"decoder": {"type": "Sequence", "decoders": [dots, strip]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with LLM(folder, threads=1, kv_memory_bytes=1 << 24) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("n_tokens", [1, 5])
+@pytest.mark.parametrize("way", ["whole", "live", "stop", "stream", "astream"])
+def test_a_tokenizer_that_fails_at_the_answer_fails_that_request_only(failing: LLM, way: str, n_tokens: int) -> None:
+    special = SamplingParams(max_tokens=n_tokens, ignore_eos=True, logit_bias={256: 1000.0})
+    bad = replace(special, logit_bias={65: 1000.0}, stop=("x",) if way == "stop" else ())
+
+    async def last() -> None:
+        async for _ in failing.astream(PROMPT, bad):
+            pass
+
+    ways = {
+        "whole": lambda: failing.generate([PROMPT], bad),
+        "stop": lambda: failing.generate([PROMPT], bad),
+        "live": lambda: failing.generate([PROMPT], bad, on_text=lambda *_: None),
+        "stream": lambda: list(failing.stream(PROMPT, bad)),
+        "astream": lambda: asyncio.run(last()),
+    }
+    good: list[str | None] = []
+    beside = threading.Thread(
+        target=lambda: good.extend(r.finish_reason for r in failing.generate([PROMPT] * 3, special, on_text=print))
+    )
+    beside.start()
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json: the tokenizer cannot make text of tokens"):
+        ways[way]()
+    beside.join(WAIT_S)
+    assert good == ["length"] * 3
+    wait_until_idle(failing)
+    assert failing.generate([PROMPT], special)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("unit", ["a", "word "])
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_encoded(llm: LLM, unit: str) -> None:
+    text = unit * 2_000_000
+    message = (
+        rf"the prompt has \d+ characters, which make more tokens than the {llm.spec.context_tokens} of the context"
+    )
+    for use in (
+        lambda: llm.generate(["a", text]),
+        lambda: next(llm.stream(text)),
+        lambda: llm.chat([{"role": "user", "content": text}]),
+    ):
+        started = time.process_time()
+        with pytest.raises(RequestError, match=message) as caught:
+            use()
+        assert caught.value.remedy == "shorten the prompt; the model has no longer context"
+        assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("executor", ["cpu", "reference"])

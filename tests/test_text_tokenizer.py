@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
 import time
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +20,11 @@ from tokenizers import models
 
 from gapless.errors import ModelError, ModelFileError, RequestError, UnsupportedModelError
 from gapless.models.gguf_file import GgufFile
+from gapless.text import expansion
+from gapless.text.library import failures_as
 from gapless.text.pretokenizers import PRE_TOKENIZERS
 from gapless.text.spelling import SPACE, byte_alphabet, byte_level
+from gapless.text.stream import Detokenizer
 from gapless.text.tokenizer import Tokenizer
 from tokenizer_data import BYTE, CONTROL, UNUSED, byte_pair_metadata, sentence_piece_metadata
 
@@ -145,8 +151,6 @@ def test_how_text_is_cut(pre: str, text: str, pieces: list[str]) -> None:
 def test_any_text_comes_back_however_it_is_cut(pre: str, text: str) -> None:
     tokenizer = Tokenizer.from_gguf(byte_pair_metadata(pre), "test")
     if PRE_TOKENIZERS[pre].nfc:
-        import unicodedata
-
         text = unicodedata.normalize("NFC", text)
     assert tokenizer.decode(tokenizer.encode(text, add_special=False, parse_special=False)) == text
 
@@ -331,6 +335,273 @@ def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     loaded = SimpleNamespace(path=tmp_path, gguf=None, bos_id=None, eos_ids=())
     with pytest.raises(ModelFileError, match=r"has no tokenizer\.json; fetch it"):
         Tokenizer.from_model(loaded)  # type: ignore[arg-type]
+
+
+# --- files that would make too much, or have the library fail
+
+
+def file_with(**parts: Any) -> bytes:
+    """A ``tokenizer.json`` with a few words and these parts."""
+    vocab = {"[UNK]": 0, "a": 1, "é": 2, "éa": 3}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model, **parts}).encode()
+
+
+def read_file(content: bytes, folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    path.write_bytes(content)
+    return Tokenizer.from_file(path)
+
+
+def replace(old: str, new: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: old}, "content": new}
+
+
+def sequence(name: str, *steps: Any) -> dict[str, Any]:
+    return {"type": "Sequence", name: list(steps)}
+
+
+def precompiled(*texts: str) -> dict[str, Any]:
+    """SentencePiece's map of characters, with an empty trie."""
+    data = (1024).to_bytes(4, "little") + bytes(1024) + "".join(text + "\0" for text in texts).encode()
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+TEN = "a" * 10
+PREPEND = {"type": "Prepend", "prepend": SPACE}
+BYTES_STEP = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+METASPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}
+BERT = {
+    "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
+    "lowercase": True,
+}  # fmt: skip
+
+
+def template(n_texts: int, n_special: int, n_ids: int) -> dict[str, Any]:
+    text, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "a", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [text] * n_texts + [special] * n_special,
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"a": {"id": "a", "ids": [1] * n_ids, "tokens": ["a"] * n_ids}},
+    }
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "replaced": {"normalizer": sequence("normalizers", *[replace("a", TEN)] * 12)},
+    "replaced by a regular expression": {"normalizer": sequence("normalizers", *[replace(".", TEN, "Regex")] * 12)},
+    "between characters": {"normalizer": sequence("normalizers", *[replace("", "a")] * 12)},
+    "an expression that matches nothing": {"normalizer": sequence("normalizers", *[replace("x*", "a", "Regex")] * 12)},
+    "at once": {"normalizer": replace("a", "a" * 1000)},
+    "sequences within": {"normalizer": sequence("normalizers", *[sequence("normalizers", replace("a", TEN))] * 12)},
+    "without types": {"normalizer": {"normalizers": [{"pattern": {"String": "a"}, "content": TEN}] * 12}},
+    "decomposed": {"normalizer": sequence("normalizers", *[replace("ل", "ﷺ"), {"type": "NFKD"}] * 12)},
+    "prepended": {"normalizer": {"type": "Prepend", "prepend": "a" * 1000}},
+    "a map of characters": {"normalizer": precompiled("b", "a" * 1000)},
+    "bytes as letters": {"normalizer": sequence("normalizers", *[{"type": "ByteLevel"}] * 12)},
+    "ideographs": {"normalizer": sequence("normalizers", *[BERT, replace(" ", "中")] * 12)},
+    "bytes of bytes": {"pre_tokenizer": sequence("pretokenizers", *[BYTES_STEP] * 12)},
+    "spaces before pieces": {"pre_tokenizer": sequence("pretokenizers", *[METASPACE] * 12)},
+    "steps without number": {"normalizer": sequence("normalizers", *[{"type": "NFC"}] * 10_000)},
+    "decoded": {"decoder": sequence("decoders", *[replace(".", TEN, "Regex")] * 12)},
+    "joined": {"decoder": sequence("decoders", *[{"type": "BPEDecoder", "suffix": ""}] * 12)},
+    "separated": {
+        "decoder": sequence(
+            "decoders", *[{"type": "CTC", "pad_token": "x", "word_delimiter_token": "", "cleanup": True}] * 12
+        )
+    },
+    "stripped": {"decoder": {"type": "Strip", "content": "é", "start": 0, "stop": (1 << 64) - 1}},
+    "special tokens": {"post_processor": template(1, 1000, 1000)},
+    "a text several times": {"post_processor": sequence("processors", *[template(2, 0, 1)] * 12)},
+    "a long token": {"model": {"type": "BPE", "vocab": {"a": 0, "a" * 10_000: 1}, "merges": []}},
+    "a long piece": {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a" * 10_000, -1.0]], "unk_id": 0}},
+    "a long added token": {"added_tokens": [{"id": 4, "content": "b" * 10_000, "special": True}]},
+    "a long token, decoded": {
+        "model": {"type": "BPE", "vocab": {"a" * 1000: 0}, "merges": []},
+        "decoder": replace("a", TEN),
+    },
+    "long words": {
+        "model": {
+            "type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 10**9,
+        }
+    },
+    "a long prefix": {
+        "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "continuing_subword_prefix": "a" * 1000}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_file_that_makes_too_much_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelFileError, match=r"tokenizer\.json: is no usable tokenizer: .*; use the tokenizer"
+    ) as caught:
+        read_file(file_with(**BOMBS[name]), tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
+LLAMA_DECODER = sequence(
+    "decoders", replace(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+)  # fmt: skip
+USUAL: dict[str, dict[str, Any]] = {
+    "llama": {
+        "normalizer": sequence("normalizers", PREPEND, replace(" ", SPACE)),
+        "post_processor": template(1, 1, 1),
+        "decoder": LLAMA_DECODER,
+    },
+    "gemma": {"normalizer": replace(" ", SPACE), "decoder": sequence("decoders", *LLAMA_DECODER["decoders"][:3])},
+    "gpt2": {"pre_tokenizer": BYTES_STEP, "post_processor": BYTES_STEP, "decoder": BYTES_STEP},
+    "bert": {"normalizer": BERT, "pre_tokenizer": {"type": "BertPreTokenizer"},
+             "post_processor": {"type": "BertProcessing", "sep": ["a", 1], "cls": ["a", 1]},
+             "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
+    "xlnet": {
+        "normalizer": sequence(
+            "normalizers", replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, {"type": "StripAccents"},
+            {"type": "Lowercase"}, precompiled("صلى الله عليه وسلم"), replace(" {2,}", " ", "Regex"),
+        ),
+        "pre_tokenizer": METASPACE,
+        "decoder": METASPACE,
+    },
+    "clip": {
+        "normalizer": sequence("normalizers", {"type": "NFC"}, replace(r"\s+", " ", "Regex"), {"type": "Lowercase"}),
+        "decoder": {"type": "BPEDecoder", "suffix": "</w>"},
+    },
+    "letters": {"normalizer": sequence("normalizers", *[replace("[أإآا]", "ا", "Regex")] * 100)},
+    "padded": {
+        "padding": {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "a"},
+        "truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_steps_of_usual_tokenizers_are_not_refused(name: str, tmp_path: Path) -> None:
+    assert len(read_file(file_with(**USUAL[name]), tmp_path).encode("a")) <= 3
+
+
+def test_a_file_of_great_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expansion, "MAX_FILE_BYTES", 1000)
+    read_file(file_with().ljust(1000), tmp_path)
+    with pytest.raises(ModelFileError, match="it has 1001 bytes, more than 1000"):
+        read_file(file_with().ljust(1001), tmp_path)
+
+
+def test_a_step_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(expansion._NORMALIZED, "NFC")
+    with pytest.raises(UnsupportedModelError, match="the tokenizer's step 'NFC' is not known"):
+        read_file(file_with(normalizer={"type": "NFC"}), tmp_path)
+
+
+@given(
+    steps=st.lists(
+        st.builds(
+            replace, st.text("ab*.+", max_size=3), st.text("aﷺb", max_size=4), st.sampled_from(["String", "Regex"])
+        )
+        | st.sampled_from([PREPEND, BERT, *({"type": kind} for kind in ("NFC", "NFKD", "Lowercase", "ByteLevel"))]),
+        max_size=4,
+    ),
+    text=st.text("abﷺ中 İ", min_size=1, max_size=20),
+)
+def test_no_text_grows_beyond_its_bound(steps: list[Any], text: str) -> None:
+    try:
+        with failures_as(ModelFileError):  # for what is no regular expression, and where the library panics
+            hf = HfTokenizer.from_str(file_with(normalizer=sequence("normalizers", *steps)).decode())
+            made = len(hf.normalizer.normalize_str(text))
+    except ModelFileError:
+        return
+    bound = expansion._grown(steps, expansion._NORMALIZED, 1, "test")
+    decomposed = len(unicodedata.normalize("NFKD", text))
+    assert made <= bound * decomposed
+
+
+def test_a_long_token_of_a_gguf_file_is_refused() -> None:
+    metadata = byte_pair_metadata()
+    metadata["tokenizer.ggml.tokens"][300:] = []
+    metadata["tokenizer.ggml.tokens"][5] = "a" * 10_000
+    with pytest.raises(ModelFileError, match=r"m\.gguf: .*a token has 10000 characters, more than 8192"):
+        Tokenizer.from_gguf(metadata, "m.gguf")
+
+
+def test_pieces_that_take_too_long_to_cut_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gapless.text.gguf_tokenizer.MAX_CUTTING", 10)
+    with pytest.raises(ModelFileError, match=r"m\.gguf: its pieces have too many characters in all"):
+        Tokenizer.from_gguf(sentence_piece_metadata(), "m.gguf")
+
+
+def test_a_failure_of_the_library_while_decoding_is_one_line(tmp_path: Path) -> None:
+    """It panics where a token has nothing but what is taken from both its ends."""
+    tokenizer = read_file(file_with(decoder={"type": "Strip", "content": "é", "start": 1, "stop": 1}), tmp_path)
+    assert tokenizer.decode([1]) == "a"
+    message = r"tokenizer\.json: the tokenizer cannot make text of tokens \(.*\); use the tokenizer"
+    for decode in (tokenizer.decode, lambda ids: Detokenizer(tokenizer).push(ids[0])):
+        with pytest.raises(ModelFileError, match=message) as caught:
+            decode([2])
+        assert "\n" not in str(caught.value)
+
+
+# --- texts that are far too long
+
+
+def n_tokens(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special=False))
+
+
+SWALLOWING = Tokenizer.from_gguf(sentence_piece_metadata() | {"general.architecture": "phi3"}, "test")
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_PAIRS, SENTENCE_PIECE, SWALLOWING])
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(["hello ", "a", " ", "\n", "€", "日", "é", "1", "<user>", "<|end|>", "x"]),
+                  st.integers(1, 300)),
+        min_size=1, max_size=8,
+    ),
+    limit=st.integers(0, 400),
+)  # fmt: skip
+def test_no_text_that_fits_is_refused(tokenizer: Tokenizer, parts: list[tuple[str, int]], limit: int) -> None:
+    text = "".join(part * count for part, count in parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gapless.text.excess.PIECE", 64)
+        if tokenizer.excess.surely(text, limit):
+            assert n_tokens(tokenizer, text) > limit
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_PAIRS, SENTENCE_PIECE, SWALLOWING])
+@pytest.mark.parametrize("unit", ["a", "hello ", "日本", "<s>"])
+def test_a_text_that_is_far_too_long_is_known_from_its_beginning(
+    tokenizer: Tokenizer, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+    encode = Tokenizer.encode
+
+    def count(self: Tokenizer, text: str, **options: bool) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", count)
+    assert tokenizer.excess.surely(unit * 1_000_000, 1000)
+    assert sum(encoded) < 200_000
+
+
+def test_white_space_and_characters_without_tokens_may_be_as_long_as_they_like() -> None:
+    text = "<user>" + " " * 1_000_000 + "hello"
+    assert n_tokens(SWALLOWING, text) == 2
+    assert not SWALLOWING.excess.surely(text, 10)
+    metadata = byte_pair_metadata()
+    metadata["tokenizer.ggml.tokens"][2 + list(byte_alphabet()).index(BYTES[ord("z")])] = "<unused>"
+    lacking = Tokenizer.from_gguf(metadata, "test")
+    assert n_tokens(lacking, "z" * 100_000) == 0
+    assert not lacking.excess.surely("z" * 100_000, 10)
+
+
+def test_texts_of_other_tokenizers_are_encoded_to_tell() -> None:
+    """A word that is not known is one token, however long it is."""
+    tokenizer = Tokenizer(HfTokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    assert not tokenizer.excess.surely("b" * 1_000_000, 10)
 
 
 # --- metadata that is wrong

@@ -73,15 +73,22 @@ class Collector(Sink):
 
     def on_finish(self, reason: FinishReason, error: Exception | None) -> None:
         self.error = error
-        if self._detokenizer is not None and not self._stopped:
-            # What the detokenizer held back may complete a stop string; what is held of one is text after all.
-            self._show(self._watched(self._detokenizer.flush()))
-            if self._stopped:
+        try:
+            if self._show_rest():
                 reason = "stop"
-            elif self._stops is not None:
-                self._show(self._stops.flush())
+        except Exception as problem:  # no text can be made of it; whoever waits must hear of the end all the same
+            self.error, reason = error or problem, "error"
         self._completion.finish_reason = reason
         self._send("", reason)
+
+    def _show_rest(self) -> bool:
+        """Whether what the detokenizer held back completes a stop string; what is held of one is text after all."""
+        if self._detokenizer is None or self._stopped:
+            return False
+        self._show(self._watched(self._detokenizer.flush()))
+        if self._stops is not None and not self._stopped:
+            self._show(self._stops.flush())
+        return self._stopped
 
     @property
     def _stopped(self) -> bool:

@@ -259,7 +259,7 @@ class LLM:
         given = _items("messages", messages, remedy)
         if not given or not all(isinstance(message, Mapping) for message in given):
             raise RequestError(f"messages = {shown(messages)} is no list of messages", remedy)
-        return self.tokenizer.encode(self.template.render(given), add_special=False)
+        return self._encoded(self.template.render(given), add_special=False)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Natural log-probability of each token after the first, given those before it.
@@ -344,7 +344,7 @@ class LLM:
         """Token ids of a prompt, each of them one that the model has a row for."""
         last = self.spec.vocab_size - 1
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
+            ids = self._encoded(prompt)
             if ids and max(ids) > last:
                 raise RequestError(
                     f"the tokenizer makes the token id {max(ids)} of the prompt, and the model's last one is {last}",
@@ -356,6 +356,16 @@ class LLM:
         if outside:
             raise RequestError(f"the prompt has the token id {outside[0]}", f"give ids from 0 to {last}")
         return ids
+
+    def _encoded(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of a text. Raises RequestError, for one that is far too long before all of it is encoded."""
+        longest = self.scheduler.validate(1)
+        if self.tokenizer.excess.surely(text, longest):
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which make more tokens than the {longest} of the context",
+                f"shorten the prompt{self.scheduler.context_remedy}",
+            )
+        return self.tokenizer.encode(text, add_special=add_special)
 
 
 class _Call:

@@ -203,13 +203,25 @@ def _nothing() -> None:
     """What options are tried on."""
 
 
+MAX_PROMPT_CHARACTERS = 1 << 26  # of a file: far more than any context holds, and no file of a device ends
+
+
 def read_prompts(prompts: tuple[str, ...], files: tuple[str, ...]) -> list[str]:
-    """The prompts of a command line in order: texts, then files ("-" is standard input) without their last newline."""
+    """The prompts of a command line in order: texts, then files ("-" is standard input) without their last newline.
+
+    Raises RequestError: a file cannot be read, is too long or no text, or there is no prompt.
+    """
     read = [valid_text(text, f"prompt {number}") for number, text in enumerate(prompts, 1)]
     for name in files:
         try:
             with click.open_file(name, encoding="utf-8") as file:
-                text = valid_text(file.read(), f"prompt-file = {name!r}")
+                text = file.read(MAX_PROMPT_CHARACTERS + 1)
+            if len(text) > MAX_PROMPT_CHARACTERS:
+                raise RequestError(
+                    f"prompt-file = {name!r} has more than {MAX_PROMPT_CHARACTERS} characters, the most that are read",
+                    "give a shorter text",
+                )
+            text = valid_text(text, f"prompt-file = {name!r}")
             read.append(text.removesuffix("\n"))  # which ends the file, not the prompt
         except UnicodeDecodeError:
             raise RequestError(f"prompt-file = {name!r} is not UTF-8 text", "convert it first") from None

@@ -10,13 +10,16 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from gapless.checks import shown
-from gapless.errors import GaplessError, ModelFileError, UnsupportedModelError
+from gapless.errors import ModelFileError, UnsupportedModelError
+from gapless.text.expansion import check_longest
+from gapless.text.library import failures_as
 from gapless.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from gapless.text.spelling import SPACE
 
 # Token types (llama.cpp's llama_token_type).
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _PREFIX = "tokenizer.ggml."
+MAX_CUTTING = 1 << 29  # characters handled to cut every piece in two wherever it can be: a second's work
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,9 @@ class GgufTokenizer:
         self._vocabulary = self._read_vocabulary()
 
     def build(self) -> HfTokenizer:
-        try:
+        with failures_as(lambda line: self._error(f"the tokenizer is not usable ({line})")):
             hf = self._byte_pairs() if self._kind == "gpt2" else self._sentence_piece()
             self._add_special(hf)
-        except GaplessError:
-            raise
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as problem:  # a panic of the library is no Exception
-            raise self._error(f"the tokenizer is not usable ({one_line(problem)})") from None
         return hf
 
     @property
@@ -177,8 +174,11 @@ class GgufTokenizer:
 
     def _read_vocabulary(self) -> Vocabulary:
         tokens = self._strings("tokens")
+        check_longest(max(map(len, tokens)), self._where)
         types = self._numbers("token_type", len(tokens), NORMAL)
         scores = self._numbers("scores", len(tokens), 0.0) if self._kind == "llama" else []
+        if self._kind == "llama" and sum(len(token) ** 2 for token in tokens) > MAX_CUTTING:
+            raise self._error("its pieces have too many characters in all")
         ids = {token: index for index, token in enumerate(tokens)}
         if len(ids) < len(tokens):
             self._check_doubles(tokens, types, ids)
@@ -208,7 +208,3 @@ class GgufTokenizer:
 
     def _error(self, problem: str) -> ModelFileError:
         return ModelFileError(f"{self._where}: {problem}", "download the file again")
-
-
-def one_line(problem: BaseException) -> str:
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]

@@ -12,11 +12,16 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from gapless.errors import ModelFileError, RequestError
 from gapless.models.files import is_present, read_regular
-from gapless.text.gguf_tokenizer import GgufTokenizer, one_line
+from gapless.text.excess import Excess
+from gapless.text.expansion import check_expansion
+from gapless.text.gguf_tokenizer import GgufTokenizer
+from gapless.text.library import failures_as
 from gapless.text.spelling import Spelling, spelling_of
 
 if TYPE_CHECKING:
     from gapless.models.load import LoadedModel
+
+_OTHERS = "use the tokenizer that came with the model, or another copy of it"
 
 
 def check_unicode(text: str, what: str = "the text") -> None:
@@ -30,6 +35,10 @@ def check_unicode(text: str, what: str = "the text") -> None:
         ) from None
 
 
+def _not_encoded(line: str) -> RequestError:
+    return RequestError(f"the model's tokenizer cannot encode the text ({line})", "change the text, or the model")
+
+
 class Tokenizer:
     """Text to ids and back.
 
@@ -38,18 +47,30 @@ class Tokenizer:
         bos_id: beginning of sequence; None if the model has none.
         eos_ids: tokens that end an answer.
         adds_bos: ``bos_id`` is put before a text, unless ``hf`` has done so.
+        where: its file, for errors.
+
+    Raises:
+        ModelFileError: the library cannot say how it makes text.
     """
 
     def __init__(
-        self, hf: HfTokenizer, *, bos_id: int | None = None, eos_ids: Sequence[int] = (), adds_bos: bool = False
+        self,
+        hf: HfTokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Sequence[int] = (),
+        adds_bos: bool = False,
+        where: str = "the model",
     ) -> None:
         hf.no_truncation()
         hf.no_padding()
         self.hf = hf
         self.bos_id = bos_id
         self.eos_ids = tuple(eos_ids)
-        self.spelling: Spelling | None = spelling_of(hf)
+        self._where = where
         self._adds_bos = adds_bos
+        with failures_as(self._unusable):
+            self.spelling: Spelling | None = spelling_of(hf)
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -72,19 +93,16 @@ class Tokenizer:
     def from_file(cls, path: Path, bos_id: int | None = None, eos_ids: Sequence[int] = ()) -> Tokenizer:
         """A ``tokenizer.json``; whether BOS comes before a text is the file's own matter. Raises ModelFileError."""
         data = read_regular(path)
-        try:
+        with failures_as(lambda line: ModelFileError(f"{path}: is no usable tokenizer ({line})", "download it again")):
+            check_expansion(data, str(path))
             hf = HfTokenizer.from_buffer(data)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as problem:  # a panic of the library is no Exception
-            raise ModelFileError(f"{path}: is no usable tokenizer ({one_line(problem)})", "download it again") from None
-        return cls(hf, bos_id=bos_id, eos_ids=eos_ids)
+        return cls(hf, bos_id=bos_id, eos_ids=eos_ids, where=str(path))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str, eos_ids: Sequence[int] = ()) -> Tokenizer:
         """A tokenizer from metadata. Raises ModelFileError or UnsupportedModelError, naming ``where``."""
         source = GgufTokenizer(metadata, where)
-        return cls(source.build(), bos_id=source.bos_id, eos_ids=eos_ids, adds_bos=source.adds_bos)
+        return cls(source.build(), bos_id=source.bos_id, eos_ids=eos_ids, adds_bos=source.adds_bos, where=where)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -104,15 +122,9 @@ class Tokenizer:
             RequestError: the text is no valid Unicode, or holds what the tokenizer has no token for.
         """
         check_unicode(text)
-        hf = self.hf if parse_special else self._blind
-        try:
+        with failures_as(_not_encoded):
+            hf = self.hf if parse_special else self._blind
             ids: list[int] = hf.encode(text, add_special_tokens=add_special).ids
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as problem:  # a panic of the library is no Exception
-            raise RequestError(
-                f"the model's tokenizer cannot encode the text ({one_line(problem)})", "change the text, or the model"
-            ) from None
         if add_special and self._adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -121,9 +133,12 @@ class Tokenizer:
         """Text of ids; bytes that are no UTF-8 become U+FFFD, ids without a token nothing.
 
         With ``continues`` the ids go on from earlier text, so a space before their first word is kept.
+
+        Raises ModelFileError if the tokenizer fails at them.
         """
         if self.spelling is None:
-            return str(self.hf.decode(list(ids), skip_special_tokens=skip_special))
+            with failures_as(self._unusable):
+                return str(self.hf.decode(list(ids), skip_special_tokens=skip_special))
         special = self.special_ids if skip_special else frozenset()
         text = b"".join([self.token_bytes(i) for i in ids if i not in special]).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.spelling.strips_space and not continues else text
@@ -141,12 +156,21 @@ class Tokenizer:
         """The token as the vocabulary spells it; "" where there is none."""
         if token_id is None or not 0 <= token_id < 1 << 32:
             return ""
-        return self.hf.id_to_token(token_id) or ""
+        with failures_as(self._unusable):
+            return self.hf.id_to_token(token_id) or ""
+
+    @cached_property
+    def excess(self) -> Excess:
+        """Tells texts that make far too many tokens."""
+        return Excess(self)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Tokens that are no text: of control, not of content."""
         return frozenset(i for i, token in self.hf.get_added_tokens_decoder().items() if token.special)
+
+    def _unusable(self, line: str) -> ModelFileError:
+        return ModelFileError(f"{self._where}: the tokenizer cannot make text of tokens ({line})", _OTHERS)
 
     def _check_fits(self, vocab_size: int, where: str) -> None:
         """What is put around every text must be tokens of the model. Raises ModelFileError."""
