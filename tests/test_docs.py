@@ -51,9 +51,10 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
-def test_the_command_reference_is_current() -> None:
+@pytest.mark.parametrize("tool", ["cli_reference.py", "ledger_reference.py"])
+def test_pages_that_the_program_makes_are_current(tool: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "cli_reference.py"), "--check"],
+        [sys.executable, str(ROOT / "tools" / tool), "--check"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

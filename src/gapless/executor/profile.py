@@ -54,7 +54,7 @@ class TapeProfile:
     def __init__(self, kernels: Kernels, arena: Arena, kinds: Sequence[int], barriers: Sequence[bool]) -> None:
         self._stamp = kernels.function("stamp", 1)
         self._word = arena.take(64).view(np.int64)
-        self._kinds = np.asarray(kinds)
+        self._columns = np.eye(N_COLUMNS)[np.asarray(kinds)]
         self._barriers = np.asarray(barriers, bool)
         self._since = self._anchor()
 
@@ -85,15 +85,13 @@ class TapeProfile:
         return DeviceTimes(begun, ended, (by_kind * rate).astype(np.int64), (sync * rate).astype(np.int64))
 
     def _ticks(self, stamps: Ints) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        n_threads = stamps.shape[1]
         done = stamps[:, :, 1:]
-        latest = done.max(axis=1, keepdims=True)
+        latest = done.max(axis=1)
         entered = stamps[:, :, :-1].copy()
         np.maximum(entered[:, :, 0], entered[:, :1, 0], out=entered[:, :, 0])  # a step begins with its first thread
-        entered[:, :, 1:][:, :, self._barriers[:-1]] = latest[:, :, :-1][:, :, self._barriers[:-1]]
-        spent = np.maximum(done - entered, 0).mean(axis=1)
-        waited = (latest - done).mean(axis=1)[:, self._barriers].sum(axis=1)
-        late = np.maximum(stamps[:, :, 0] - stamps[:, :1, 0], 0).mean(axis=1)  # to come to the first operation
-        by_kind = np.zeros((len(stamps), N_COLUMNS))
-        for kind in np.unique(self._kinds):
-            by_kind[:, kind] = spent[:, self._kinds == kind].sum(axis=1)
-        return by_kind, waited + late
+        entered[:, :, 1:] = np.where(self._barriers[:-1], latest[:, None, :-1], entered[:, :, 1:])
+        spent = (done - entered).sum(axis=1)
+        waited = (n_threads * latest - done.sum(axis=1)) @ self._barriers
+        late = np.maximum(stamps[:, :, 0] - stamps[:, :1, 0], 0).sum(axis=1)  # to come to the first operation
+        return spent @ self._columns / n_threads, (waited + late) / n_threads

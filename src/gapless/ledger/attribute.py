@@ -8,6 +8,7 @@ neighbours in this sense: they share what the step reads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,14 +49,28 @@ class SpanColumns:
     prompt: Bools
 
 
-def attribute(counter: StepCounter, ceilings: Ceilings, times: DeviceTimes, spans: SpanColumns) -> tuple[Ints, Floats]:
-    """Of each span what its step's time is booked to, and the floor of that: both (spans, accounts), in nanoseconds.
-
-    What is booked adds up to the step's time on the device.
+@dataclass(frozen=True)
+class Booked:
     """
+    Attributes:
+        device: (spans, accounts), what each span's step is booked to for its request; adds up to the step's time.
+        floor: (spans, accounts), the floor of that. Both in nanoseconds.
+        flops, weight_bytes, kv_bytes: of all steps, once each.
+    """
+
+    device: Ints
+    floor: Floats
+    flops: int
+    weight_bytes: int
+    kv_bytes: int
+
+
+def attribute(counter: StepCounter, ceilings: Ceilings, times: DeviceTimes, spans: SpanColumns) -> Booked:
+    """Book steps to the requests that they computed for."""
     n_steps = len(times.begun)
     steps, variant = _variants(n_steps, spans)
-    memory_s, arithmetic_s = _floors(counter, ceilings, steps)
+    works = counter.count_steps(steps)
+    memory_s, arithmetic_s = _floors(works, ceilings, steps)
     floor_ns = 1e9 * np.maximum(memory_s, arithmetic_s)  # (kinds, variants)
     mine, whole = floor_ns[:, variant].T, floor_ns[:, spans.step].T
     part = np.divide(mine, whole, out=np.ones_like(mine), where=whole > 0)
@@ -75,7 +90,8 @@ def attribute(counter: StepCounter, ceilings: Ceilings, times: DeviceTimes, span
     device[:, Account.NEIGHBOURS] = (by_kind - own).sum(axis=1)
     device[:, Account.SYNC] = times.sync[spans.step]
     device[:, Account.LAUNCH] = (times.ended - times.begun)[spans.step] - device.sum(axis=1)
-    return device, floor
+    flops, weights, read, written = np.sum([work[:4, :n_steps].sum(axis=1) for work in works.values()], axis=0).tolist()
+    return Booked(device, floor, flops, weights, read + written)
 
 
 def _variants(n_steps: int, spans: SpanColumns) -> tuple[Steps, Ints]:
@@ -101,10 +117,10 @@ def _variants(n_steps: int, spans: SpanColumns) -> tuple[Steps, Ints]:
     return Steps(n, step, spans.start[span], spans.count[span], samples), variant
 
 
-def _floors(counter: StepCounter, ceilings: Ceilings, steps: Steps) -> tuple[Floats, Floats]:
+def _floors(works: Mapping[OpKind, Ints], ceilings: Ceilings, steps: Steps) -> tuple[Floats, Floats]:
     """Seconds for memory and for arithmetic: (kinds, steps) each."""
     memory, arithmetic = np.zeros((2, len(_KINDS), steps.n_steps))
-    for kind, work in counter.count_steps(steps).items():
+    for kind, work in works.items():
         flops, weight_bytes, kv_read, kv_write = work[:4]
         at = _KINDS.index(_FUSED.get(kind, kind))
         rate = ceilings.int8_ops_per_s if kind in _INT8 else ceilings.float_ops_per_s

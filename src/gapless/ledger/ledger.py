@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from gapless.ceilings import Ceilings
 from gapless.executor.timing import DeviceTimes, StepProfile
-from gapless.kernels.count import StepCounter, Steps
+from gapless.kernels.count import StepCounter
 from gapless.ledger.accounts import N_ACCOUNTS, Account
 from gapless.ledger.attribute import SpanColumns, attribute
 from gapless.ledger.books import NEVER, Books, Chunk, Intervals
-from gapless.step import StepPlan, StepResult
+from gapless.step import Span, StepPlan, StepResult
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -28,6 +28,7 @@ Floats = npt.NDArray[np.float64]
 BATCH_STEPS = 256
 KEPT_TOKENS = 1 << 16  # whose intervals are kept one by one
 N_WORST = 10
+_FIELDS = Span._fields
 HELD_SPANS = 4096  # of a request whose reader does not read: beyond them its tokens count as taken
 
 
@@ -90,7 +91,7 @@ class Ledger:
         self._launched: deque[tuple[StepPlan, int]] = deque()
         self._landed: list[tuple[StepPlan, int, int]] = []  # with the times of planning and landing
         self._stamps: npt.NDArray[np.int64] | None = None
-        self._usable: list[tuple[int, int, int]] = []
+        self._usable: list[int] = []  # step, request and time, by turns
         self._arrivals: dict[int, int] = {}
         self._preemptions: list[tuple[int, int]] = []
         self._ended: list[int] = []
@@ -134,7 +135,7 @@ class Ledger:
 
     def usable(self, request: int) -> None:
         """The token of the step that has just landed can be used."""
-        self._usable.append((self._landed[-1][0].step_id, request, time.perf_counter_ns()))
+        self._usable += (self._landed[-1][0].step_id, request, time.perf_counter_ns())
 
     def preempted(self, request: int) -> None:
         self._preemptions.append((request, time.perf_counter_ns()))
@@ -204,37 +205,43 @@ class Ledger:
 
     def _rows(self) -> tuple[DeviceTimes, _Rows]:
         landed, self._landed = self._landed, []
-        known = self._prompts
         empty = np.zeros(0, np.int64)
         if not landed:
             return DeviceTimes(empty, empty, empty.reshape(0, 0), empty), self._held or _Rows.empty()
         assert self._stamps is not None
-        within = (np.array([step[i] for step in landed], np.int64) for i in (1, 2))
-        times = _clipped(self._profile.times(self._stamps[: len(landed)]), *within)
-        spans = np.array(
-            [
-                (index, plan.step_id, planned, s.request_id, s.start, s.count, s.sample, known.get(s.request_id, -1))
-                for index, (plan, planned, _) in enumerate(landed)
-                for s in plan.spans
-            ],
-            np.int64,
-        )  # fmt: skip
-        index, step, planned, request, start, count, sample, n_prompt = spans.T
-        prompt = (start < n_prompt) | (count > 1)
-        columns = SpanColumns(index, start, count, sample.astype(bool), prompt)
-        device, floor = attribute(self._counter, self._ceilings, times, columns)
-        self._count(len(landed), index, start, count, sample)
-        usable = self._usable_of(step, request)
+        plans = [plan for plan, _, _ in landed]
+        planned, landing = (np.array([each[i] for each in landed], np.int64) for i in (1, 2))
+        times = _clipped(self._profile.times(self._stamps[: len(landed)]), planned, landing)
+        spans = [span for plan in plans for span in plan.spans]
+        index = np.repeat(np.arange(len(plans)), [len(plan.spans) for plan in plans])
+        step = np.array([plan.step_id for plan in plans], np.int64)[index]
+        fields = list(zip(*spans, strict=True))
+        request, start, count = (np.array(fields[_FIELDS.index(f)], np.int64) for f in ("request_id", "start", "count"))
+        sample = np.array(fields[_FIELDS.index("sample")], bool)
+        n_prompt = np.array([self._prompts.get(r, -1) for r in fields[0]], np.int64)
+        columns = SpanColumns(index, start, count, sample, (start < n_prompt) | (count > 1))
+        booked = attribute(self._counter, self._ceilings, times, columns)
+        self.totals.flops += booked.flops
+        self.totals.weight_bytes += booked.weight_bytes
+        self.totals.kv_bytes += booked.kv_bytes
         rows = _Rows(
-            step, request, start, count, planned, times.begun[index], times.ended[index], usable, device, floor
-        )
-        rows = rows.part(n_prompt >= 0)  # a request may have ended with steps in flight
+            step,
+            request,
+            start,
+            count,
+            planned[index],
+            times.begun[index],
+            times.ended[index],
+            self._usable_of(step, request),
+            booked.device,
+            booked.floor,
+        ).part(n_prompt >= 0)  # fmt: skip  (a request may have ended with steps in flight)
         return times, rows if self._held is None else self._held.joined(rows)
 
     def _usable_of(self, step: Ints, request: Ints) -> Ints:
         found = np.full(len(step), NEVER, np.int64)
         if self._usable:
-            steps, requests, times = np.array(self._usable, np.int64).T
+            steps, requests, times = np.array(self._usable, np.int64).reshape(-1, 3).T
             self._usable.clear()
             keys, wanted = (steps << 32) + requests, (step << 32) + request
             order = np.argsort(keys, kind="stable")
@@ -260,14 +267,6 @@ class Ledger:
                     ready[mine[place:]] = False
                     break
         return (rows, None) if ready.all() else (rows.part(ready), rows.part(~ready))
-
-    def _count(self, n_steps: int, index: Ints, start: Ints, count: Ints, sample: Ints) -> None:
-        samples = np.bincount(index, weights=sample, minlength=n_steps).astype(np.int64)
-        works = np.stack(list(self._counter.count_steps(Steps(n_steps, index, start, count, samples)).values()))
-        flops, weights, read, written = works.sum(axis=(0, 2))[:4].tolist()
-        self.totals.flops += flops
-        self.totals.weight_bytes += weights
-        self.totals.kv_bytes += read + written
 
     def _add(self, times: DeviceTimes, intervals: Intervals) -> None:
         t = self.totals
