@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from gapless import __version__
-from gapless.cli.output import ErrorReport, drop_output, report_error
+from gapless.cli.output import ErrorReport, drop, report_error
 from gapless.cli.streams import prepare_streams
 
 EPILOG = (
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort) as stop:
         return report_error(ErrorReport.of(stop), as_json=as_json)
     except BrokenPipeError:  # the reader has gone
-        drop_output()
+        drop(sys.stdout)
         return 141
     except click.exceptions.Exit as leaving:
         return leaving.exit_code

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import unicodedata
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -51,20 +50,19 @@ def report_error(report: ErrorReport, *, as_json: bool) -> int:
     """Write one line to standard error (and the object to standard output with ``as_json``); return the exit code."""
     line = f"{report.problem}; {report.remedy}" if report.remedy else report.problem
     head = "" if report.kind == _INTERRUPTED else "error: "  # who has stopped it needs no alarm
-    with contextlib.suppress(OSError):  # its reader may have gone
-        print(f"{head}{' '.join(printable(line).split())}", file=sys.stderr)
+    note(f"{head}{' '.join(printable(line).split())}")
     try:
         if as_json:
             write_json({"error": report})
         sys.stdout.flush()
     except OSError:  # it may be standard output itself that failed
-        drop_output()
+        drop(sys.stdout)
     return report.exit_code
 
 
-def drop_output() -> None:
-    """Let nothing more be written to standard output, not even by the interpreter as it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def drop(stream: TextIO) -> None:
+    """Let nothing more be written to a standard stream, not even by the interpreter as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def write_json(value: Any) -> None:
@@ -84,8 +82,10 @@ def cut_mark() -> str:
 
 def note(text: str) -> None:
     """A line on standard error, if anybody reads it: what is asked for goes on without."""
-    with contextlib.suppress(OSError):
+    try:
         print(text, file=sys.stderr, flush=True)
+    except OSError:  # its reader may have gone
+        drop(sys.stderr)
 
 
 def printable(text: str) -> str:
