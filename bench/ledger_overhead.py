@@ -1,4 +1,4 @@
-"""What keeping the books costs: runs with a ledger and without, by turns in one process, and the ratio of their rates."""
+"""What keeping the books costs: runs with a ledger and without, by turns in one process, and the ratio of the rates."""
 
 from __future__ import annotations
 

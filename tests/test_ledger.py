@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gapless.arch.sizes import planned_weights
 from gapless.ceilings import Ceilings
@@ -18,6 +20,8 @@ from gapless.executor.profile import TapeProfile, kind_of
 from gapless.executor.timing import N_COLUMNS, SAMPLE_COLUMN, DeviceTimes
 from gapless.kernels.count import OpKind, StepCounter
 from gapless.kernels.cpu import abi
+from gapless.kernels.cpu.arena import address_of
+from gapless.kernels.cpu.walk import tally
 from gapless.ledger.accounts import Account
 from gapless.ledger.attribute import SpanColumns, attribute
 from gapless.ledger.ledger import Ledger
@@ -210,33 +214,65 @@ def test_a_prompt_alone_has_no_neighbours(counter: StepCounter) -> None:
 # --- what stamps say
 
 
-def profile_of(kinds: list[int], barriers: list[bool], ticks_per_ns: int = 2) -> TapeProfile:
-    profile = TapeProfile.__new__(TapeProfile)
-    profile._columns, profile._barriers = np.eye(N_COLUMNS)[kinds], np.array(barriers)
-    anchors = iter([(0, 1000), (10_000 * ticks_per_ns, 11_000), (20_000 * ticks_per_ns, 21_000)])
-    profile._anchor = lambda: next(anchors)  # type: ignore[method-assign]
-    profile._since = profile._anchor()
-    return profile
+def tallied(stamps: Any, kinds: list[int], barriers: list[bool]) -> Any:
+    """The tally of one step's stamps, (threads, operations + 1)."""
+    stamps, n_ops = np.ascontiguousarray(stamps, np.int64), len(kinds)
+    tape = np.zeros((n_ops, abi.OP_WORDS), np.int64)
+    tape[:, abi.OP_BARRIER] = barriers
+    columns, out = np.array(kinds, np.int64), np.full(abi.TALLY_WORDS, -1, np.int64)
+    crew = np.zeros(abi.CREW_WORDS, np.int64)
+    crew[abi.CREW_TAPE], crew[abi.CREW_OPS] = address_of(tape), n_ops
+    crew[abi.CREW_STAMPS], crew[abi.CREW_KINDS] = address_of(stamps), address_of(columns)
+    crew[abi.CREW_TALLY] = address_of(out)
+    tally(address_of(crew), len(stamps))
+    return out
 
 
 def test_stamps_of_two_threads() -> None:
-    """Two ticks a nanosecond; the second thread comes late, and waits for the first behind the second operation."""
-    linear, sample = list(OpKind).index(OpKind.LINEAR), SAMPLE_COLUMN
-    stamps = np.array([[[2000, 2400, 3000, 3200], [2100, 2400, 2600, 3200]]])
-    times = profile_of([linear, linear, sample], [True, True, True]).times(stamps)
-    assert (times.begun[0], times.ended[0]) == (2000, 2600)
-    assert times.by_kind[0, linear] == (200 + 300 + 150 + 100) / 2
-    assert times.by_kind[0, sample] == 100
-    assert times.sync[0] == (200 + 50) / 2
-    assert times.by_kind.sum() + times.sync.sum() == 600
+    """The second thread comes late, and waits for the first behind the second operation."""
+    out = tallied([[2000, 2400, 3000, 3200], [2100, 2400, 2600, 3200]], [4, 4, 7], [True, True, True])
+    assert out[abi.TALLY_FIRST : abi.TALLY_COLUMNS].tolist() == [2000, 3200, 100 + 400]
+    columns = out[abi.TALLY_COLUMNS :]
+    assert (columns[4], columns[7]) == (400 + 600 + 300 + 200, 400)
+    assert columns.sum() + out[abi.TALLY_SYNC] == 2 * 1200, "all of both threads' time"
 
 
 def test_threads_that_do_not_wait_go_on() -> None:
     """Without a barrier a thread's next operation begins when its own last one has ended."""
-    stamps = np.array([[[0, 100, 300], [0, 200, 300]]])
-    times = profile_of([0, 1], [False, True]).times(stamps)
-    assert times.by_kind[0, :2].tolist() == [75, 75]
-    assert times.sync[0] == 0
+    out = tallied([[0, 100, 300], [0, 200, 300]], [0, 1], [False, True])
+    assert out[abi.TALLY_COLUMNS :][:2].tolist() == [300, 300]
+    assert out[abi.TALLY_SYNC] == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_tally_is_of_all_the_threads_time(seed: int) -> None:
+    """Whoever is late or early, waits or goes on: operations and waiting add up to the step, for every thread."""
+    rng = random.Random(seed)
+    n_threads, n_ops = rng.randint(1, 4), rng.randint(1, 12)
+    barriers = [rng.random() < 0.6 for _ in range(n_ops - 1)] + [True]
+    stamps = [[1000 + (rng.randint(0, 90) if thread else 0)] for thread in range(n_threads)]
+    entered = [row[0] for row in stamps]
+    for meets in barriers:
+        for thread, row in enumerate(stamps):
+            row.append(entered[thread] + rng.randint(0, 300))
+        entered = [max(row[-1] for row in stamps)] * n_threads if meets else [row[-1] for row in stamps]
+    out = tallied(stamps, [rng.randrange(N_COLUMNS) for _ in range(n_ops)], barriers)
+    assert (out >= 0).all()
+    assert out[abi.TALLY_LAST] == entered[0]
+    assert out[abi.TALLY_SYNC :].sum() == n_threads * (out[abi.TALLY_LAST] - out[abi.TALLY_FIRST])
+
+
+def test_ticks_become_nanoseconds() -> None:
+    """Two ticks a nanosecond, between two readings of counter and clock; the mean of two threads."""
+    profile = TapeProfile.__new__(TapeProfile)
+    profile._n_threads = 2
+    anchors = iter([(0, 1000), (20_000, 11_000)])
+    profile._anchor = lambda: next(anchors)  # type: ignore[method-assign]
+    profile._since = profile._anchor()
+    times = profile.times(tallied([[2000, 2400], [2000, 2800]], [3], [True])[None])
+    assert (times.begun[0], times.ended[0]) == (2000, 2400)
+    assert (times.by_kind[0, 3], times.sync[0]) == (300, 100)
 
 
 @pytest.mark.parametrize(

@@ -92,15 +92,12 @@ class CpuExecutor:
         self._n_logits_ops = len(tape)
         self._sampling_ops(tape, logits)
         self._tape = tape.finish()
-        self.profile = TapeProfile(
-            kernels, self._arena,
-            [kind_of(name, int(op[abi.OP_ROWS])) for name, op in zip(tape.kernels, self._tape, strict=True)],
-            self._tape[:, abi.OP_BARRIER] != 0,
-        )  # fmt: skip
-        self._stamps = [
-            self._arena.take(self.n_threads * (len(tape) + 1) * 8).view(np.int64).reshape(self.n_threads, -1)
-            for _ in range(self._depth)
-        ]
+        kinds = [kind_of(name, int(op[abi.OP_ROWS])) for name, op in zip(tape.kernels, self._tape, strict=True)]
+        self.profile = TapeProfile(kernels, self._arena, self.n_threads)
+        self._kinds = self._arena.take(8 * len(kinds)).view(np.int64)
+        self._kinds[:] = kinds
+        self._stamps = self._arena.take(8 * self.n_threads * (len(kinds) + 1))
+        self._tallies = [self._arena.take(8 * abi.TALLY_WORDS).view(np.int64) for _ in range(self._depth)]
         self._tape_at = address_of(self._tape)
         self.weights_bytes = packed.nbytes
         self.kv_bytes = pool.nbytes
@@ -151,7 +148,7 @@ class CpuExecutor:
             self._runner.finish()
         else:
             self._run(index)
-        return StepResult(plan.step_id, self._steps[index].results(plan, self._slots), self._stamps[index])
+        return StepResult(plan.step_id, self._steps[index].results(plan, self._slots), self._tallies[index])
 
     def close(self) -> None:
         if self._runner is not None:
@@ -202,7 +199,7 @@ class CpuExecutor:
         return rows[:, : self._vocab]
 
     def _run(self, index: int) -> None:
-        stamps = address_of(self._stamps[index])
+        stamps = address_of(self._stamps), address_of(self._kinds), address_of(self._tallies[index])
         self._crew.run(self._tape_at, len(self._tape), self._steps[index].address, stamps)
 
     def _sampling_ops(self, tape: Tape, logits: Rows) -> None:

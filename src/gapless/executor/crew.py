@@ -50,12 +50,11 @@ class Crew:
             self.close()
             raise
 
-    def run(self, tape: int, n_ops: int, step: int, stamps: int = 0) -> None:
+    def run(self, tape: int, n_ops: int, step: int, stamps: tuple[int, int, int] = (0, 0, 0)) -> None:
         """Walk ``n_ops`` operations at address ``tape`` for the step described at ``step``.
 
         Args:
-            stamps: address of int64[n_threads][n_ops + 1] for the time-stamp counter when each thread began and when it
-                was done with each operation; 0 for none.
+            stamps: what ``CREW_STAMPS`` to ``CREW_TALLY`` point to; zeros for a step that is not stamped.
         """
         assert n_ops > 0
         self._begin(tape, n_ops, step, stamps)
@@ -65,14 +64,14 @@ class Crew:
         """End the threads; idempotent."""
         if not self._closed:
             self._closed = True
-            self._begin(0, 0, 0, 0)
+            self._begin(0, 0, 0, (0, 0, 0))
             for thread in self._threads:
                 if thread.ident is not None:  # the system may have refused it
                     thread.join()
 
-    def _begin(self, tape: int, n_ops: int, step: int, stamps: int) -> None:
+    def _begin(self, tape: int, n_ops: int, step: int, stamps: tuple[int, int, int]) -> None:
         # Whoever walked the task before has read these words: all threads met at the barrier of its last operation.
-        self._shared[abi.CREW_TAPE : abi.CREW_STAMPS + 1] = tape, n_ops, step, stamps
+        self._shared[abi.CREW_TAPE : abi.CREW_TALLY + 1] = tape, n_ops, step, *stamps
         self._publish(self._shared_at)
         # A thread that goes to sleep says so before it looks at the word again, so one of the two sees the other.
         if self._asleep:

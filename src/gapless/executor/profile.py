@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,18 +43,12 @@ def kind_of(kernel: str, rows: int) -> int:
 
 
 class TapeProfile:
-    """Reads the stamps of one tape.
+    """Reads the tallies of steps: what their stamps have been added up to (``abi.TALLY_WORDS``)."""
 
-    Args:
-        kinds: of each operation its column.
-        barriers: of each operation whether all threads meet behind it.
-    """
-
-    def __init__(self, kernels: Kernels, arena: Arena, kinds: Sequence[int], barriers: Sequence[bool]) -> None:
+    def __init__(self, kernels: Kernels, arena: Arena, n_threads: int) -> None:
         self._stamp = kernels.function("stamp", 1)
         self._word = arena.take(64).view(np.int64)
-        self._columns = np.eye(N_COLUMNS)[np.asarray(kinds)]
-        self._barriers = np.asarray(barriers, bool)
+        self._n_threads = n_threads
         self._since = self._anchor()
 
     def _anchor(self) -> tuple[int, int]:
@@ -70,28 +63,16 @@ class TapeProfile:
         return took, int(self._word[0]), before + took // 2
 
     def times(self, stamps: Ints) -> DeviceTimes:
-        """What the stamps of steps say: (steps, threads, operations + 1), in the order in which they ran.
+        """What the tallies of steps say: (steps, TALLY_WORDS), in the order in which they ran.
 
         The counter is read beside the clock at every call and taken to run evenly in between.
         """
         since, now = self._since, self._anchor()
         self._since = now
         rate = (now[1] - since[1]) / max(now[0] - since[0], 1)  # nanoseconds of a tick
-
-        first = stamps[:, 0, 0]
+        first, last = stamps[:, abi.TALLY_FIRST], stamps[:, abi.TALLY_LAST]
         begun = np.rint((first - since[0]) * rate).astype(np.int64) + since[1]
-        ended = begun + np.ceil((stamps[:, :, -1].max(axis=1) - first) * rate).astype(np.int64)
-        by_kind, sync = self._ticks(stamps)
-        return DeviceTimes(begun, ended, (by_kind * rate).astype(np.int64), (sync * rate).astype(np.int64))
-
-    def _ticks(self, stamps: Ints) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        n_threads = stamps.shape[1]
-        done = stamps[:, :, 1:]
-        latest = done.max(axis=1)
-        entered = stamps[:, :, :-1].copy()
-        np.maximum(entered[:, :, 0], entered[:, :1, 0], out=entered[:, :, 0])  # a step begins with its first thread
-        entered[:, :, 1:] = np.where(self._barriers[:-1], latest[:, None, :-1], entered[:, :, 1:])
-        spent = (done - entered).sum(axis=1)
-        waited = (n_threads * latest - done.sum(axis=1)) @ self._barriers
-        late = np.maximum(stamps[:, :, 0] - stamps[:, :1, 0], 0).sum(axis=1)  # to come to the first operation
-        return spent @ self._columns / n_threads, (waited + late) / n_threads
+        ended = begun + np.ceil((last - first) * rate).astype(np.int64)
+        each = stamps[:, abi.TALLY_SYNC : abi.TALLY_COLUMNS + N_COLUMNS] * (rate / self._n_threads)
+        spent = each.astype(np.int64)
+        return DeviceTimes(begun, ended, spent[:, 1:], spent[:, 0])

@@ -114,13 +114,13 @@ class StepCounter:
 
     def count_steps(self, steps: Steps) -> dict[OpKind, npt.NDArray[np.int64]]:
         """The work of many steps at once, as ``count`` gives it: of each kind the fields of ``Work`` by step."""
-        total = self._total(steps)
-        rows = {kind: self._units(sums) for kind, sums in total.items()}
-        shape = (steps.n_steps,)
-        return {
-            kind: np.stack([np.broadcast_to(np.rint(np.asarray(x, np.float64)), shape) for x in row]).astype(np.int64)
-            for kind, row in rows.items()
-        }
+        found = {}
+        for kind, sums in self._total(steps).items():
+            rows = np.empty((len(fields(Work)), steps.n_steps))
+            for row, x in zip(rows, self._units(sums), strict=True):
+                row[:] = x
+            found[kind] = np.rint(rows).astype(np.int64)
+        return found
 
     def _total(self, shape: Shape) -> Tally:
         bare = self._tally(shape, *self._bare)
