@@ -1,4 +1,4 @@
-"""Write docs/ledger.md with the accounts as the program has them: ``python tools/ledger_reference.py`` (``--check``)."""
+"""Write docs/ledger.md with the accounts as the program has them. ``--check`` compares only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TARGET = Path(__file__).parents[1] / "docs" / "ledger.md"
 HEAD = """# The ledger
 
 Every interval between two tokens of a request is booked wholly to accounts, in nanoseconds that add up: from when its
-reader had the token before (for the first one: from the request's arrival) to when its reader has it. `gapless bench` prints
-the books of its runs.
+reader had the token before (for the first one: from the request's arrival) to when its reader has it. `gapless bench`
+prints the books of its runs.
 
 Made by `tools/ledger_reference.py` from the table in `gapless.ledger.accounts`.
 
@@ -24,7 +24,8 @@ Made by `tools/ledger_reference.py` from the table in `gapless.ledger.accounts`.
 TAIL = """
 ## The critical path
 
-Books follow what the token really waited for. In the picture two steps are in flight; `p` is planning, `d` delivering.
+Books follow what the token really waited for. In the picture two steps are in flight; `p` is planning, `d`
+delivering.
 
 ```text
 host      p2 |    d1 p3      |        d2 p4
@@ -35,31 +36,32 @@ token 2                 |<- step 2 ---->|<-d2->|
 ```
 
 - While a step of the request runs on the device, the step's own accounts are booked.
-- Before it, while the device does not run, what the host did then is booked (`schedule`, `prepare`, `launch`); while it
-  runs a step of others only, `neighbours`.
-- Behind the last step of the interval, until the token can be used, what the host did is booked, whatever the device does
-  by then; from there until the reader has the token, `deliver`.
+- Before it, while the device does not run, what the host did then is booked (`schedule`, `prepare`, `launch`); while
+  it runs a step of others only, `neighbours`.
+- Behind the last step of the interval, until the token can be used, what the host did is booked, whatever the device
+  does by then; from there until the reader has the token, `deliver`.
 - What the host does while the device runs (`p3` above) is on nobody's path: it is *hidden*, and shown apart.
-- Until its first step is planned a request is in the `queue`; thrown out of the cache it is `preempted` until it has been
-  computed as far as it was.
+- Until its first step is planned a request is in the `queue`; thrown out of the cache it is `preempted` until it has
+  been computed as far as it was.
 
 ## Inside a step
 
-Every thread stamps the processor's counter when it is done with an operation, before it waits for the others. The time of
-an operation, the mean over threads, goes to what bounds it: `weights` or `kv` where its bytes over the measured bandwidth
-exceed its FLOPs over the measured rate, else `compute`. The mean time for which threads waited is `sync`, and what no
-operation holds is `launch`.
+Every thread stamps the processor's counter when it is done with an operation, before it waits for the others. The
+time of an operation, the mean over threads, goes to what bounds it: `weights` or `kv` where its bytes over the
+measured bandwidth exceed its FLOPs over the measured rate, else `compute`. The mean time for which threads waited is
+`sync`, and what no operation holds is `launch`.
 
-Where prompts of others ran in the step, an operation's time is divided as its floor is: the part that the roofline gives
-to the step without those prompts stays with the request, and the rest is `neighbours`. Tokens that decode beside each
-other are no neighbours in this sense: each waits for all that the step reads.
+Where prompts of others ran in the step, an operation's time is divided as its floor is: the part that the roofline
+gives to the step without those prompts stays with the request, and the rest is `neighbours`. Tokens that decode
+beside each other are no neighbours in this sense: each waits for all that the step reads.
 
 ## What a program gets
 
-`gapless bench --json` has under `ledger` the number of `tokens` booked, `wall_seconds` and for each account `seconds`,
-`floor_seconds`, `bytes`, `flops`, `joules` and `source`. Seconds are sums over tokens and add up to `wall_seconds`; bytes and
-FLOPs are those of the steps, once each, however many tokens shared them. `joules` is null where nothing measures
-them. `hidden_seconds` is what the host did while the device ran, `worst` the tokens that were waited for longest.
+`gapless bench --json` has under `ledger` the number of `tokens` booked, `wall_seconds` and for each account
+`seconds`, `floor_seconds`, `bytes`, `flops`, `joules` and `source`. Seconds are sums over tokens and add up to
+`wall_seconds`; bytes and FLOPs are those of the steps, once each, however many tokens shared them. `joules` is null
+where nothing measures them. `hidden_seconds` is what the host did while the device ran, `worst` the tokens that were
+waited for longest.
 """
 
 
