@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.float64]
 
 BATCH_STEPS = 256
 KEPT_TOKENS = 1 << 16  # whose intervals are kept one by one
+KEPT_BATCHES = 64  # of steps whose times are kept one by one
 N_WORST = 10
 _FIELDS = Span._fields
 HELD_SPANS = 4096  # of a request whose reader does not read: beyond them its tokens count as taken
@@ -85,6 +86,7 @@ class Ledger:
         self._books = Books()
         self._kept: deque[Intervals] = deque()
         self._n_kept = 0
+        self._kept_times: deque[DeviceTimes] = deque(maxlen=KEPT_BATCHES)
         self._worst: list[tuple[int, int, int, WorstToken]] = []  # a heap
         self._marks: list[int] = []  # time and account, by turns
         self._planning = 0
@@ -199,6 +201,10 @@ class Ledger:
         """Those that are kept, in the order of booking."""
         return list(self._kept)
 
+    def times(self) -> list[DeviceTimes]:
+        """When the last steps ran, in the order of booking; the last of all is step ``totals.steps - 1``."""
+        return list(self._kept_times)
+
     def worst(self) -> list[WorstToken]:
         """The tokens behind the first of their request that were waited for longest, the worst first."""
         return [entry[-1] for entry in sorted(self._worst, reverse=True)]
@@ -282,6 +288,8 @@ class Ledger:
         while self._n_kept > KEPT_TOKENS and len(self._kept) > 1:
             self._n_kept -= len(self._kept.popleft())
         self._note_worst(intervals)
+        if len(times.begun):
+            self._kept_times.append(times)
 
     def _note_worst(self, intervals: Intervals) -> None:
         length = np.where(intervals.token > 0, intervals.end - intervals.begin, 0)
