@@ -70,6 +70,14 @@ class EngineStats:
         return self.host_s / self.busy_s if self.busy_s else 0.0
 
 
+_SCHEDULE, _PREPARE = int(Account.SCHEDULE), int(Account.PREPARE)
+_LAUNCH, _DETOKENIZE = int(Account.LAUNCH), int(Account.DETOKENIZE)
+
+
+def _nobody(account: int) -> None:
+    """Who is told what the host does where no books are kept."""
+
+
 def _anew(kept: ExecutorError) -> ExecutorError:
     """An error of their own for whom it is raised to: one that is kept would keep the frames of all of them."""
     anew = ExecutorError(kept.problem, kept.remedy)
@@ -88,6 +96,7 @@ class Engine:
     def __init__(self, executor: Executor, scheduler: Scheduler, ledger: Ledger | None = None) -> None:
         self.executor = executor
         self.scheduler = scheduler
+        self._host: Callable[[int], None] = _nobody
         self.ledger = ledger
         self.stats = EngineStats()
         self.driving = threading.Lock()
@@ -98,6 +107,16 @@ class Engine:
         self._ended: ExecutorError | None = None
         self._n_launched = 0
         self._inside_s = 0.0
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The books, if any are kept."""
+        return self._ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger | None) -> None:
+        self._ledger = ledger
+        self._host = _nobody if ledger is None else ledger.host
 
     # --- from any thread
 
@@ -165,7 +184,7 @@ class Engine:
         An error of the executor ends the requests that ran and is told to their sinks.
         """
         started, before = time.perf_counter(), self._inside_s
-        self._host(Account.SCHEDULE)
+        self._host(_SCHEDULE)
         while self._commands:
             self._commands.popleft()()
         try:
@@ -177,9 +196,9 @@ class Engine:
         else:
             if result is not None:
                 self._deliver(self.scheduler.commit(result))
-        if self.ledger is not None and (self.ledger.due or not self.has_work):
-            self.ledger.post()
-        self._host(Account.LAUNCH)
+        if self._ledger is not None and (self._ledger.due or not self.has_work):
+            self._ledger.post()
+        self._host(_LAUNCH)
         self.stats.executor_s += self._inside_s - before
         self.stats.busy_s += time.perf_counter() - started
 
@@ -202,39 +221,34 @@ class Engine:
             self._inside_s += time.perf_counter() - started
 
     def _plan(self) -> StepPlan | None:
-        if self.ledger is None:
+        if self._ledger is None:
             return self.scheduler.plan()
-        self.ledger.planning()
+        self._ledger.planning()
         plan = self.scheduler.plan()
         for request in self.scheduler.preempted_now:
-            self.ledger.preempted(request)
+            self._ledger.preempted(request)
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
-        self._host(Account.PREPARE)
+        self._host(_PREPARE)
         self._inside(lambda: self.executor.launch(plan))
         self._n_launched += 1
-        if self.ledger is not None:
-            self.ledger.launched(plan)
-        self._host(Account.SCHEDULE)
+        if self._ledger is not None:
+            self._ledger.launched(plan)
+        self._host(_SCHEDULE)
 
     def _land(self) -> StepResult:
         self._n_launched -= 1
-        self._host(Account.LAUNCH)
+        self._host(_LAUNCH)
         result = self._inside(self.executor.land)
-        self._host(Account.SCHEDULE)
+        self._host(_SCHEDULE)
         self.stats.steps += 1
-        if self.ledger is not None:
-            self.ledger.landed(result)
+        if self._ledger is not None:
+            self._ledger.landed(result)
         return result
 
-    def _host(self, account: Account) -> None:
-        """From now on the host does what is booked to this account."""
-        if self.ledger is not None:
-            self.ledger.host(account)
-
     def _deliver(self, events: list[TokenEvent]) -> None:
-        self._host(Account.DETOKENIZE)
+        self._host(_DETOKENIZE)
         self.stats.tokens += sum(event.token >= 0 for event in events)
         for request, token, logprobs, reason in events:
             sink = self._sinks.get(request.request_id)
@@ -249,8 +263,8 @@ class Engine:
             except Exception as problem:  # the sink's own: the others go on
                 self._finish(request.request_id, "error", problem, ended=reason is not None)
                 continue
-            if self.ledger is not None:
-                self.ledger.usable(request.request_id)
+            if self._ledger is not None:
+                self._ledger.usable(request.request_id)
             if stopped or reason is not None:
                 # A stop string may complete with the very token that also ends the request.
                 self._finish(request.request_id, "stop" if stopped else reason or "stop", ended=reason is not None)
@@ -262,16 +276,16 @@ class Engine:
             self._tell(sink, "error", problem)
         else:
             self._sinks[request.request_id] = sink
-            if self.ledger is not None:
-                self.ledger.arrived(request.request_id, len(request.prompt), arrival_ns, read=read)
+            if self._ledger is not None:
+                self._ledger.arrived(request.request_id, len(request.prompt), arrival_ns, read=read)
 
     def _finish(
         self, request_id: int, reason: FinishReason, error: Exception | None = None, *, ended: bool = False
     ) -> None:
         """Tell the sink of the end of a request, which the scheduler knows of already if ``ended``."""
         if ended or self.scheduler.finish(request_id, reason):
-            if self.ledger is not None:
-                self.ledger.ended(request_id)
+            if self._ledger is not None:
+                self._ledger.ended(request_id)
             self._tell(self._sinks.pop(request_id), reason, error)
 
     @staticmethod
@@ -287,9 +301,9 @@ class Engine:
             while self._n_launched:
                 self._deliver(self.scheduler.commit(self._land()))
             self.scheduler.recompute()
-            if self.ledger is not None:
+            if self._ledger is not None:
                 for request in self.scheduler.preempted_now:
-                    self.ledger.preempted(request)
+                    self._ledger.preempted(request)
         except Exception as problem:
             self._fail(problem)
         try:
@@ -303,8 +317,8 @@ class Engine:
             with contextlib.suppress(Exception):
                 self.executor.land()
         self._n_launched = 0
-        if self.ledger is not None:
-            self.ledger.failed()
+        if self._ledger is not None:
+            self._ledger.failed()
         for request in self.scheduler.fail():
             self._finish(request.request_id, "error", problem, ended=True)
 

@@ -71,27 +71,27 @@ def attribute(counter: StepCounter, ceilings: Ceilings, times: DeviceTimes, span
     steps, variant = _variants(n_steps, spans)
     works = counter.count_steps(steps)
     memory_s, arithmetic_s = _floors(works, ceilings, steps)
-    floor_ns = 1e9 * np.maximum(memory_s, arithmetic_s)  # (kinds, variants)
-    mine, whole = floor_ns[:, variant].T, floor_ns[:, spans.step].T
-    part = np.divide(mine, whole, out=np.ones_like(mine), where=whole > 0)
-    by_kind = times.by_kind[spans.step]
+    of = np.arange(steps.n_steps)  # the step that each variant is of
+    of[variant] = spans.step
+    floor_ns = 1e9 * np.maximum(memory_s, arithmetic_s).T  # (variants, kinds)
+    whole = floor_ns[of]
+    part = np.divide(floor_ns, whole, out=np.ones_like(whole), where=whole > 0)
+    by_kind = times.by_kind[of]
     own = by_kind.copy()
-    own[:, :SAMPLE_COLUMN] = np.minimum(
-        by_kind[:, :SAMPLE_COLUMN], (by_kind[:, :SAMPLE_COLUMN] * part).astype(np.int64)
-    )
-    bound = np.where(memory_s >= arithmetic_s, _MEMORY[:, None], Account.COMPUTE)[:, variant].T
-    device = np.zeros((len(spans.step), N_ACCOUNTS), np.int64)
-    floor = np.zeros((len(spans.step), N_ACCOUNTS))
-    rows = np.arange(len(spans.step))
-    for kind in range(SAMPLE_COLUMN):
-        device[rows, bound[:, kind]] += own[:, kind]
-        floor[rows, bound[:, kind]] += mine[:, kind]
+    own[:, :SAMPLE_COLUMN] = np.minimum(own[:, :SAMPLE_COLUMN], (own[:, :SAMPLE_COLUMN] * part).astype(np.int64))
+    bound = np.where(memory_s >= arithmetic_s, _MEMORY[:, None], Account.COMPUTE).T
+    device = np.zeros((steps.n_steps, N_ACCOUNTS), np.int64)
+    floor = np.zeros((steps.n_steps, N_ACCOUNTS))
+    for account in (Account.WEIGHTS, Account.KV, Account.COMPUTE):
+        here = bound == account
+        device[:, account] = np.where(here, own[:, :SAMPLE_COLUMN], 0).sum(axis=1)
+        floor[:, account] = np.where(here, floor_ns, 0).sum(axis=1)
     device[:, Account.SAMPLE] = own[:, SAMPLE_COLUMN]
     device[:, Account.NEIGHBOURS] = (by_kind - own).sum(axis=1)
-    device[:, Account.SYNC] = times.sync[spans.step]
-    device[:, Account.LAUNCH] = (times.ended - times.begun)[spans.step] - device.sum(axis=1)
+    device[:, Account.SYNC] = times.sync[of]
+    device[:, Account.LAUNCH] = (times.ended - times.begun)[of] - device.sum(axis=1)
     flops, weights, read, written = np.sum([work[:4, :n_steps].sum(axis=1) for work in works.values()], axis=0).tolist()
-    return Booked(device, floor, flops, weights, read + written)
+    return Booked(device[variant], floor[variant], flops, weights, read + written)
 
 
 def _variants(n_steps: int, spans: SpanColumns) -> tuple[Steps, Ints]:

@@ -176,11 +176,9 @@ class Books:
         ends = spans.taken != NEVER
         which = np.cumsum(ends) - ends  # spans of a request before its next token belong to that token's interval
         n = int(ends.sum())
-        sums, floors = np.zeros((n + 1, N_ACCOUNTS), np.int64), np.zeros((n + 1, N_ACCOUNTS))
-        begin = np.full(n + 1, NEVER, np.int64)
+        begin = np.full(n, NEVER, np.int64)
         complete = spans.completes()
-        np.add.at(sums, which[complete], spent[complete])
-        np.add.at(floors, which[complete], floor[complete])
+        sums, floors = (_summed(rows[complete], which[complete], n) for rows in (spent, floor))
         request, end = spans.request[ends], spans.reached[ends]
         token = np.zeros(n, np.int64)
         # Requests one by one: of each the interval that was open, and the one that stays so.
@@ -204,7 +202,6 @@ class Books:
             known.since = max(int(spans.reached[last]), known.since)
             known.started = True
             known.computed = max(known.computed, int((spans.start + spans.count)[first : last + 1].max()))
-        sums, floors, begin = sums[:n], floors[:n], begin[:n]
         sums[:, Account.UNACCOUNTED] += end - begin - sums.sum(axis=1)
         return Intervals(request, token, spans.step[ends], begin, end, sums, floors)
 
@@ -262,14 +259,19 @@ class _Spans:
     def device_accounts(self) -> Ints:
         """While the step ran: its accounts, of the part that lies behind what is booked already."""
         begin, end = np.maximum(self.begun, self._from), np.maximum(self.ended, self._from)
-        whole = np.maximum(self.ended - self.begun, 1)
-        booked: Ints = self._device * (end - begin)[:, None] // whole[:, None]
-        mine = booked.copy()
-        mine[:, Account.NEIGHBOURS] = 0
-        again = np.zeros_like(booked)
-        again[:, Account.PREEMPTED] = mine.sum(axis=1)
-        again[:, Account.NEIGHBOURS] = booked[:, Account.NEIGHBOURS]
-        return np.where(self._recomputes[:, None], again, booked)
+        whole, left = self.ended - self.begun, end - begin
+        booked = self._device
+        cut = np.flatnonzero(left < whole)
+        if len(cut):
+            booked = booked.copy()
+            booked[cut] = _scaled(booked[cut], left[cut], whole[cut])
+        again = np.flatnonzero(self._recomputes)
+        if len(again):
+            neighbours, total = booked[again, Account.NEIGHBOURS], booked[again].sum(axis=1)
+            booked = booked.copy()
+            booked[again] = 0
+            booked[again, Account.NEIGHBOURS], booked[again, Account.PREEMPTED] = neighbours, total - neighbours
+        return booked
 
     def before(self, timeline: Timeline) -> Ints:
         """From what is booked already to the step's begin."""
@@ -295,6 +297,23 @@ class _Spans:
         spent = timeline.host(begin, usable)
         spent[:, Account.DELIVER] += taken - usable
         return spent
+
+
+def _summed(rows: Any, which: Ints, n: int) -> Any:
+    """Rows added up by interval; those of one stand together, and each has one at least."""
+    if not n:
+        return rows[:0]
+    first = np.flatnonzero(np.append(True, which[1:] != which[:-1]))
+    return rows if len(first) == len(rows) else np.add.reduceat(rows, first, axis=0)
+
+
+def _scaled(rows: Ints, left: Ints, whole: Ints) -> Ints:
+    """``rows * left / whole``, rounded down, for steps of any length."""
+    if rows.max(initial=0) < 1 << 31 and left.max() < 1 << 31:
+        scaled: Ints = rows * left[:, None] // whole[:, None]
+        return scaled
+    exact = [[x * int(part) // int(of) for x in row] for row, part, of in zip(rows.tolist(), left, whole, strict=True)]
+    return np.array(exact, np.int64)
 
 
 def _joined(before: Any, after: Any) -> Any:

@@ -1,7 +1,7 @@
 """Recorded while steps run, booked in batches behind them; what is old is kept as exact sums.
 
-While steps run, only numbers are appended to lists. Every ``BATCH_STEPS`` steps they are booked at once, in vectorised
-code, so that what a step costs is measured in microseconds.
+While steps run, only numbers are appended to lists. Some hundreds of steps are booked at once, in vectorised code, so that
+what a step costs is measured in microseconds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from gapless.ceilings import Ceilings
 from gapless.executor.timing import DeviceTimes, StepProfile
 from gapless.kernels.count import StepCounter
-from gapless.ledger.accounts import N_ACCOUNTS, Account
+from gapless.ledger.accounts import N_ACCOUNTS
 from gapless.ledger.attribute import SpanColumns, attribute
 from gapless.ledger.books import NEVER, Books, Chunk, Intervals
 from gapless.step import Span, StepPlan, StepResult
@@ -25,7 +26,8 @@ from gapless.step import Span, StepPlan, StepResult
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-BATCH_STEPS = 256
+BATCH_STEPS = 1024  # booked at once, at most, or when they have so many spans:
+BATCH_SPANS = 4096
 KEPT_TOKENS = 1 << 16  # whose intervals are kept one by one
 KEPT_BATCHES = 64  # of steps whose times are kept one by one
 N_WORST = 10
@@ -74,6 +76,8 @@ class Ledger:
 
     ``taken`` and ``left`` may be called by any thread, the rest by the one that drives the engine.
 
+    ``host(account)`` notes what the host works for from now on.
+
     Args:
         profile: reads the stamps of steps.
         counter: counts their work, with weights and cache as they are held.
@@ -89,9 +93,11 @@ class Ledger:
         self._kept_times: deque[DeviceTimes] = deque(maxlen=KEPT_BATCHES)
         self._worst: list[tuple[int, int, int, WorstToken]] = []  # a heap
         self._marks: list[int] = []  # time and account, by turns
+        self.host = _marker(self._marks)
         self._planning = 0
         self._launched: deque[tuple[StepPlan, int]] = deque()
         self._landed: list[tuple[StepPlan, int, int]] = []  # with the times of planning and landing
+        self._n_spans = 0
         self._stamps: npt.NDArray[np.int64] | None = None
         self._usable: list[int] = []  # step, request and time, by turns
         self._arrivals: dict[int, int] = {}
@@ -103,10 +109,6 @@ class Ledger:
         self._held: _Rows | None = None
 
     # --- while steps run
-
-    def host(self, account: Account) -> None:
-        """From now on the host does what is booked to this account."""
-        self._marks += (time.perf_counter_ns(), account)
 
     def arrived(self, request: int, n_prompt: int, arrival_ns: int, *, read: bool) -> None:
         """A request has come.
@@ -134,6 +136,7 @@ class Ledger:
             self._stamps = _grown(self._stamps, result.stamps)
         self._stamps[n] = result.stamps
         self._landed.append((*self._launched.popleft(), time.perf_counter_ns()))
+        self._n_spans += len(self._landed[-1][0].spans)
 
     def usable(self, request: int) -> None:
         """The token of the step that has just landed can be used."""
@@ -152,7 +155,7 @@ class Ledger:
 
     @property
     def due(self) -> bool:
-        return len(self._landed) >= BATCH_STEPS
+        return self._n_spans >= BATCH_SPANS or len(self._landed) >= BATCH_STEPS
 
     # --- by readers
 
@@ -210,7 +213,7 @@ class Ledger:
         return [entry[-1] for entry in sorted(self._worst, reverse=True)]
 
     def _rows(self) -> tuple[DeviceTimes, _Rows]:
-        landed, self._landed = self._landed, []
+        landed, self._landed, self._n_spans = self._landed, [], 0
         empty = np.zeros(0, np.int64)
         if not landed:
             return DeviceTimes(empty, empty, empty.reshape(0, 0), empty), self._held or _Rows.empty()
@@ -340,6 +343,16 @@ class _Rows:
     def joined(self, other: _Rows) -> _Rows:
         mine, more = vars(self), vars(other)
         return _Rows(**{name: np.concatenate([mine[name], more[name]]) for name in mine if name != "taken"})
+
+
+def _marker(marks: list[int]) -> Callable[[int], None]:
+    """A function that notes what account the host works for from now on. It runs several times a step: no lookups."""
+    note, now = marks.extend, time.perf_counter_ns
+
+    def host(account: int) -> None:
+        note((now(), account))
+
+    return host
 
 
 def _clipped(times: DeviceTimes, earliest: Ints, latest: Ints) -> DeviceTimes:

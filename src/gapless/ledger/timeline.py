@@ -22,26 +22,34 @@ class Timeline:
 
     def __init__(self, times: Ints, accounts: Ints, begun: Ints, ended: Ints) -> None:
         self._bounds: Ints = np.unique(np.concatenate([times, begun, ended, np.zeros(int(not len(times)), np.int64)]))
-        at = np.searchsorted(times, self._bounds, side="right") - 1
-        known = np.append(accounts, Account.UNACCOUNTED)  # the last for an index of -1
-        self._host: Ints = known[at]
+        # Few accounts are the host's: sums are kept for those alone. The last is for the time before the first.
+        self._columns, known = np.unique(np.append(accounts, Account.UNACCOUNTED), return_inverse=True)
+        self._unknown = int(known[-1])
+        self._host: Ints = known[np.searchsorted(times, self._bounds, side="right") - 1]
         started = np.searchsorted(begun, self._bounds, side="right")
         self._busy: npt.NDArray[np.bool_] = started > np.searchsorted(ended, self._bounds, side="right")
         lengths = np.diff(self._bounds)
         rows = np.arange(len(lengths))
-        spent = np.zeros((len(self._bounds), N_ACCOUNTS), np.int64)
+        spent = np.zeros((len(self._bounds), len(self._columns)), np.int64)
         spent[rows + 1, self._host[:-1]] = lengths
         idle = spent.copy()
-        idle[rows + 1] *= ~self._busy[:-1, None]
+        idle[1:][self._busy[:-1]] = 0
         self._spent, self._idle = spent.cumsum(axis=0), idle.cumsum(axis=0)
 
     def host(self, begin: Ints, end: Ints) -> Ints:
         """Of intervals, what the host did in each: (intervals, accounts)."""
-        return self._until(end, self._spent, False) - self._until(begin, self._spent, False)
+        return self._between(begin, end, self._spent, False)
 
     def idle_host(self, begin: Ints, end: Ints) -> Ints:
         """The same of the time in which the device did not run."""
-        return self._until(end, self._idle, True) - self._until(begin, self._idle, True)
+        return self._between(begin, end, self._idle, True)
+
+    def _between(self, begin: Ints, end: Ints, cumulated: Ints, only_idle: bool) -> Ints:
+        found = np.zeros((len(begin), N_ACCOUNTS), np.int64)
+        rows = np.flatnonzero(end > begin)
+        spent = self._until(end[rows], cumulated, only_idle) - self._until(begin[rows], cumulated, only_idle)
+        found[rows[:, None], self._columns] = spent
+        return found
 
     def _until(self, times: Ints, cumulated: Ints, only_idle: bool) -> Ints:
         """Sums from the first bound to ``times``; negative before it."""
@@ -49,8 +57,8 @@ class Timeline:
         first = np.maximum(at, 0)
         total: Ints = cumulated[first]
         rest = times - self._bounds[first]
-        account = np.where(at < 0, Account.UNACCOUNTED, self._host[first])
+        column = np.where(at < 0, self._unknown, self._host[first])
         if only_idle:
-            rest = np.where(self._busy[first] & (at >= 0), 0, rest)
-        total[np.arange(len(times)), account] += rest
+            rest[self._busy[first] & (at >= 0)] = 0
+        total[np.arange(len(times)), column] += rest
         return total
