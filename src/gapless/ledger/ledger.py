@@ -1,7 +1,7 @@
 """Recorded while steps run, booked in batches behind them; what is old is kept as exact sums.
 
-While steps run, only numbers are appended to lists. Some hundreds of steps are booked at once, in vectorised code, so that
-what a step costs is measured in microseconds.
+While steps run, only numbers are appended to lists. Some hundreds of steps are booked at once, in vectorised code, so
+that what a step costs is measured in microseconds.
 """
 
 from __future__ import annotations
