@@ -57,11 +57,18 @@ beside each other are no neighbours in this sense: each waits for all that the s
 
 ## What a program gets
 
-`gapless bench --json` has under `ledger` the number of `tokens` booked, `wall_seconds` and for each account
-`seconds`, `floor_seconds`, `bytes`, `flops`, `joules` and `source`. Seconds are sums over tokens and add up to
-`wall_seconds`; bytes and FLOPs are those of the steps, once each, however many tokens shared them. `joules` is null
-where nothing measures them. `hidden_seconds` is what the host did while the device ran, `worst` the tokens that were
-waited for longest.
+`gapless bench --json` has under `ledger` the number of `tokens` booked, `wall_seconds` and for each account `seconds`,
+`floor_seconds`, `ttft_seconds`, `tpot_seconds`, `tpot_floor_seconds`, `bytes`, `flops`, `joules` and `source`. Seconds
+are sums over tokens and add up to `wall_seconds`; `ttft_seconds` is the mean of first tokens, `tpot_seconds` (and its
+floor) that of the tokens behind them. Bytes and FLOPs are those of the steps, once each, however many tokens shared
+them. `joules` is null where nothing measures them. `hidden_seconds` is what the host did while the device ran, `worst`
+the tokens that were waited for longest.
+
+## How it grows
+
+`gapless bench --sweep context` (or `batch`, or `prompt`) measures at several lengths and prints for each account the time
+of a token there, and by least squares what a thousand tokens more (or one request more) cost. `--csv` writes the
+points; `--plot` draws the accounts one upon the other (`pip install 'gapless[plot]'`).
 """
 
 

@@ -164,6 +164,11 @@ class Scheduler:
         return ", or raise kv-memory" if self._longest == held else ", or raise the context"
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a request, prompt and answer."""
+        return self._longest
+
+    @property
     def max_running(self) -> int:
         return self._max_running
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +12,11 @@ from gapless.checks import RANGES
 from gapless.cli.options import EngineOptions, engine_options, json_option, model_argument
 from gapless.cli.output import note, write, write_json
 from gapless.units import format_bytes, format_count, format_si
+
+if TYPE_CHECKING:
+    from gapless.ceilings import Ceilings
+    from gapless.llm import LLM
+    from gapless.sweep import Over
 
 _BATCH = click.IntRange(1, RANGES["max_running"][1])
 _TOKENS = click.IntRange(1, RANGES["context_tokens"][1])
@@ -23,6 +29,11 @@ _RUNS = click.IntRange(1, 1000)
 @click.option("--prompt-tokens", type=_TOKENS, metavar="N", default=128, show_default=True, help="Of each prompt.")
 @click.option("--output-tokens", type=_TOKENS, metavar="N", default=128, show_default=True, help="Of each answer.")
 @click.option("--runs", type=_RUNS, metavar="N", default=3, show_default=True, help="Runs whose medians are printed.")
+@click.option("--sweep", "over", type=click.Choice(["context", "batch", "prompt"]),
+              help="Measure at several of these, and how the time of each account grows.")  # fmt: skip
+@click.option("--values", metavar="N,N,...", help="At which  [default: some that the model's context holds]")
+@click.option("--csv", "csv_file", metavar="PATH", help="Write what a sweep has measured there.")
+@click.option("--plot", "plot_file", metavar="PATH", help="Draw it there: PATH.svg or PATH.png.")
 @click.option("--ledger/--no-ledger", "books", default=True, help="Book where the time of every token went.")
 @engine_options
 @json_option
@@ -32,6 +43,10 @@ def command(
     prompt_tokens: int,
     output_tokens: int,
     runs: int,
+    over: Over | None,
+    values: str | None,
+    csv_file: str | None,
+    plot_file: str | None,
     books: bool,
     engine: EngineOptions,
     as_json: bool,
@@ -42,14 +57,22 @@ def command(
     """
     from dataclasses import replace
 
+    from gapless import sweep
     from gapless.bench import benchmark, held_bytes
     from gapless.doctor import measure_ceilings
     from gapless.llm import DEFAULT_RUNNING
 
+    _check_sweep(over, values, csv_file, plot_file, books)
+    asked = _values(values)
+    if over == "batch":
+        batch = max(asked or sweep.VALUES["batch"])
     if engine.max_running is None:
         engine = replace(engine, max_running=max(DEFAULT_RUNNING, batch))
     with engine.open(model) as llm:
         measure = partial(measure_ceilings, engine.compute_threads, held_bytes(llm), engine.isa, note)
+        if over is not None:
+            _sweep(llm, over, asked, batch, prompt_tokens, output_tokens, runs, measure, csv_file, plot_file, as_json)
+            return
         result = benchmark(
             llm,
             batch=batch,
@@ -63,6 +86,56 @@ def command(
         write_json(result)
     else:
         _print(result)
+
+
+def _check_sweep(
+    over: Over | None, values: str | None, csv_file: str | None, plot_file: str | None, books: bool
+) -> None:
+    """Raises UsageError for options that need another."""
+    given = {"--values": values, "--csv": csv_file, "--plot": plot_file}
+    for name, value in given.items():
+        if over is None and value is not None:
+            raise click.UsageError(f"{name} is of a sweep: give --sweep too", click.get_current_context())
+    if over is not None and not books:
+        raise click.UsageError("--sweep books every token: leave --no-ledger out", click.get_current_context())
+    if plot_file is not None and not plot_file.lower().endswith((".svg", ".png")):
+        raise click.UsageError(f"--plot {plot_file!r} is neither .svg nor .png", click.get_current_context())
+
+
+def _values(text: str | None) -> list[int]:
+    """Of a list like ``1,2,4``; none if there is none."""
+    try:
+        found = [] if text is None else [int(word) for word in text.split(",")]
+    except ValueError:
+        found = [0]
+    if any(not 0 < value <= RANGES["context_tokens"][1] for value in found):
+        raise click.UsageError(f"--values {text!r} is no list like 1,2,4", click.get_current_context())
+    return sorted(set(found))
+
+
+def _sweep(
+    llm: LLM, over: Over, asked: list[int], batch: int, prompt_tokens: int, output_tokens: int, runs: int,
+    measure: Callable[[], Ceilings], csv_file: str | None, plot_file: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    from pathlib import Path
+
+    from gapless.sweep import VALUES, lines, sweep, write_csv, write_plot
+
+    room = llm.spec.context_tokens if over == "batch" else llm.scheduler.longest - output_tokens
+    values = asked or [value for value in VALUES[over] if value <= room]
+    result = sweep(
+        llm, over, values, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, runs=runs,
+        measure=measure, progress=note,
+    )  # fmt: skip
+    if csv_file is not None:
+        write_csv(result, Path(csv_file))
+    if plot_file is not None:
+        write_plot(result, Path(plot_file))
+    if as_json:
+        write_json(result)
+    else:
+        for line in lines(result):
+            write(line)
 
 
 def _print(r: dict[str, Any]) -> None:

@@ -54,6 +54,7 @@ class Totals:
         tokens: booked.
         wall_ns: of their intervals.
         spent_ns, floor_ns: by account; ``spent_ns`` adds up to ``wall_ns``.
+        later_tokens: those behind the first of their request; ``later_spent_ns`` and ``later_floor_ns`` are theirs.
         hidden_ns: by account, what the host did while the device ran.
         weight_bytes, kv_bytes, flops: of all steps, once each.
         steps: that have landed, and ``device_ns`` for which they ran.
@@ -63,6 +64,9 @@ class Totals:
     wall_ns: int = 0
     spent_ns: Ints = field(default_factory=lambda: np.zeros(N_ACCOUNTS, np.int64))
     floor_ns: Floats = field(default_factory=lambda: np.zeros(N_ACCOUNTS))
+    later_tokens: int = 0
+    later_spent_ns: Ints = field(default_factory=lambda: np.zeros(N_ACCOUNTS, np.int64))
+    later_floor_ns: Floats = field(default_factory=lambda: np.zeros(N_ACCOUNTS))
     hidden_ns: Ints = field(default_factory=lambda: np.zeros(N_ACCOUNTS, np.int64))
     weight_bytes: int = 0
     kv_bytes: int = 0
@@ -285,6 +289,10 @@ class Ledger:
         t.wall_ns += int((intervals.end - intervals.begin).sum())
         t.spent_ns += intervals.spent.sum(axis=0)
         t.floor_ns += intervals.floor.sum(axis=0)
+        later = intervals.token > 0
+        t.later_tokens += int(later.sum())
+        t.later_spent_ns += intervals.spent[later].sum(axis=0)
+        t.later_floor_ns += intervals.floor[later].sum(axis=0)
         t.hidden_ns = self._books.hidden
         self._kept.append(intervals)
         self._n_kept += len(intervals)

@@ -30,11 +30,15 @@ def summary(ledger: Ledger) -> Summary:
 
 
 def _entry(t: Totals, account: Account) -> dict[str, Any]:
+    later, first = max(t.later_tokens, 1), max(t.tokens - t.later_tokens, 1)
     return {
         "seconds": float(t.spent_ns[account]) / 1e9,
         "floor_seconds": float(t.floor_ns[account]) / 1e9,
         "bytes": {Account.WEIGHTS: t.weight_bytes, Account.KV: t.kv_bytes}.get(account, 0),
         "flops": t.flops if account is Account.COMPUTE else 0,
+        "ttft_seconds": float(t.spent_ns[account] - t.later_spent_ns[account]) / 1e9 / first,
+        "tpot_seconds": float(t.later_spent_ns[account]) / 1e9 / later,
+        "tpot_floor_seconds": float(t.later_floor_ns[account]) / 1e9 / later,
         "joules": None,
         "source": "measured",
     }
