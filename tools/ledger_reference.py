@@ -66,9 +66,9 @@ the tokens that were waited for longest.
 
 ## How it grows
 
-`gapless bench --sweep context` (or `batch`, or `prompt`) measures at several lengths and prints for each account the time
-of a token there, and by least squares what a thousand tokens more (or one request more) cost. `--csv` writes the
-points; `--plot` draws the accounts one upon the other (`pip install 'gapless[plot]'`).
+`gapless bench --sweep context` (or `batch`, or `prompt`) measures at several lengths and prints for each account the
+time of a token there, and by least squares what a thousand tokens more (or one request more) cost. `--csv` writes
+the points; `--plot` draws the accounts one upon the other (`pip install 'gapless[plot]'`).
 """
 
 
