@@ -49,18 +49,9 @@ def open_with_books(path: Path, **options: Any) -> tuple[LLM, Ledger]:
     return llm, ledger
 
 
-def settle(llm: LLM) -> None:
-    """Wait until all that ran has been booked: the last step ends behind the answers that it delivers."""
-    while True:
-        with llm.engine.driving:
-            if not llm.engine.has_work:
-                return
-        time.sleep(0.001)
-
-
 def checked(llm: LLM, ledger: Ledger) -> dict[int, list[tuple[int, int]]]:
     """Intervals by request, after everything that must hold of any books has been looked at."""
-    settle(llm)
+    llm.settle()
     found: dict[int, list[tuple[int, int]]] = {}
     for part in ledger.intervals():
         assert (part.spent >= 0).all()

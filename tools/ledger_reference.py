@@ -12,7 +12,7 @@ HEAD = """# The ledger
 
 Every interval between two tokens of a request is booked wholly to accounts, in nanoseconds that add up: from when its
 reader had the token before (for the first one: from the request's arrival) to when its reader has it. `gapless bench`
-prints the books of its runs.
+prints the books of its runs, and `gapless generate --ledger` those of its answers.
 
 Made by `tools/ledger_reference.py` from the table in `gapless.ledger.accounts`.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from gapless import measured
 from gapless.arch.sizes import WeightInfo
 from gapless.arch.spec import ModelSpec, ModelWeights
 from gapless.ceilings import Ceilings
@@ -52,6 +53,16 @@ class FloorReport:
     bound: str
 
 
+def known_ceilings(
+    threads: int, working_set_bytes: int, isa: str, progress: Callable[[str], None] | None = None
+) -> Ceilings:
+    """Those that were measured before, or measured now where none were."""
+    found = measured.stored(processor_name(), threads, isa)
+    if found is not None:
+        return found.ceilings(working_set_bytes)
+    return measure_ceilings(threads, working_set_bytes, isa, progress)
+
+
 def measure_ceilings(
     threads: int, working_set_bytes: int, isa: str | None = None, progress: Callable[[str], None] | None = None
 ) -> Ceilings:
@@ -76,7 +87,7 @@ def inspect_machine(
     allowed = allowed_cores()
     threads = threads or allowed
     return MachineReport(
-        processor=_processor_name(),
+        processor=processor_name(),
         architecture=platform.machine(),
         features=tuple(sorted(f for f in targets.cpu_features() if f.startswith(_TELLING))),
         isa=chosen.name,
@@ -140,7 +151,7 @@ def can_write(folder: Path) -> bool:
         return False
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")

@@ -8,6 +8,7 @@ import contextlib
 import numbers
 import queue
 import sys
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
@@ -153,6 +154,14 @@ class LLM:
         self._thread.wake()
         begun.result()
         return ledger
+
+    def settle(self) -> None:
+        """Wait until nothing runs and all that ran is booked: an answer is delivered before its step has ended."""
+        while True:
+            with self.engine.driving:
+                if not self.engine.has_work:
+                    return
+            time.sleep(_SETTLING_S)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -442,6 +451,7 @@ class _Call:
                     raise collector.error
 
 
+_SETTLING_S = 0.0005
 _LOOK_S = 1.0  # how often one who waits looks whether anybody is there still
 _PRIORITIES = (-(1 << 31), (1 << 31) - 1)
 _MAY_BE_NONE = ("threads", "kv_memory_bytes", "context_tokens", "depth")

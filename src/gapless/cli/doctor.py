@@ -16,6 +16,7 @@ from gapless.units import format_bytes, format_count, format_si
 
 if TYPE_CHECKING:
     from gapless.doctor import FloorReport, MachineReport
+    from gapless.measured import Measured
     from gapless.models.load import LoadedModel
 
 NO_MODEL_BYTES = 1 << 28  # read for the bandwidth where there is no model whose size could be taken
@@ -27,12 +28,16 @@ _BEFORE = click.IntRange(0, RANGES["context_tokens"][1])
 @click.option("--threads", type=Threads(), metavar="N", help="Compute threads  [default: allowed cores]")
 @click.option("--isa", metavar="NAME", help="Instruction set  [default: the best of this machine]")
 @click.option("--context", type=_BEFORE, default=0, metavar="TOKENS", help="Tokens before this one.")
+@click.option("--measure", is_flag=True, help="Measure reads of many sizes too, and keep all for later.")
 @json_option
-def command(model: str | None, threads: int | None, isa: str | None, context: int, as_json: bool) -> None:
+def command(
+    model: str | None, threads: int | None, isa: str | None, context: int, measure: bool, as_json: bool
+) -> None:
     """What this machine offers, measured, and the least time that a model's token takes on it.
 
     MODEL is the default model, if it has been fetched, where none is given. Memory bandwidth is that of reading as
-    many bytes as the model's weights have, again and again.
+    many bytes as the model's weights have, again and again. With --measure the figures are kept in the cache directory,
+    where `generate --ledger` finds them.
     """
     from gapless.doctor import floor_of, inspect_machine
     from gapless.kernels.cpu.held import kv_element_bytes, packed_infos
@@ -46,16 +51,27 @@ def command(model: str | None, threads: int | None, isa: str | None, context: in
         )
     working_set = NO_MODEL_BYTES if loaded is None else loaded.weights_bytes
     machine = inspect_machine(threads, isa, working_set, note)
+    kept = _measure(machine) if measure else None
     floor = None
     if loaded is not None:
         infos = packed_infos(loaded.weights, select(machine.isa).lanes, False)
         kv_bytes = kv_element_bytes(loaded.spec, "f16")
         floor = floor_of(model or DEFAULT_MODEL, loaded.spec, infos, kv_bytes, context, machine.ceilings)
     if as_json:
-        write_json(_object(machine, floor))
+        write_json(_object(machine, floor) | {"measured": kept})
     else:
         for name, text in _rows(machine, floor):
             write(f"{name:10} {text}")
+        for size, rate in () if kept is None else kept.bandwidth:
+            write(f"{'':10} {format_si(rate, 'B/s')} reading {format_bytes(size)}")
+
+
+def _measure(machine: MachineReport) -> Measured:
+    from gapless.measured import measure, store
+
+    found = measure(machine.processor, machine.threads, machine.isa, note)
+    note(f"kept in {store(found)}")
+    return found
 
 
 def _load(model: str | None) -> LoadedModel | None:

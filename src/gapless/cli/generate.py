@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,9 +14,12 @@ from gapless.cli.options import (
     read_prompts,
     sampling_options,
 )
-from gapless.cli.output import printable, write, write_json
+from gapless.cli.output import note, printable, write, write_json
 from gapless.outputs import Completion, RequestOutput, StreamPiece
 from gapless.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from gapless.llm import LLM
 
 
 @click.command("generate")
@@ -26,6 +29,7 @@ from gapless.sampling import SamplingParams
               help="The same from a file, without its last newline; - is stdin. Files come after texts.")  # fmt: skip
 @click.option("--priority", "priorities", type=int, multiple=True, metavar="N",
               help="For --policy priority, the greatest first: one for all prompts, or one for each.")  # fmt: skip
+@click.option("--ledger", "books", is_flag=True, help="Say on standard error where the time of the tokens went.")
 @click.option("--chat", is_flag=True, help="Put each prompt as a question, in the model's chat format.")
 @sampling_options(samples=True, max_tokens=256)
 @engine_options
@@ -35,6 +39,7 @@ def command(
     prompts: tuple[str, ...],
     files: tuple[str, ...],
     priorities: tuple[int, ...],
+    books: bool,
     chat: bool,
     sampling: SamplingParams,
     engine: EngineOptions,
@@ -53,10 +58,31 @@ def command(
     writer = None if as_json else InOrder(len(texts), sampling.n)
     with engine.open(model) as llm:
         asked = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
+        if books:
+            _keep_books(llm, engine)
         outputs = llm.generate(asked, sampling, on_text=None if writer is None else writer.take, priority=priority)
+        if llm.ledger is not None:
+            _show_books(llm)
     if as_json:
         objects = [_object(number, output, c) for number, output in enumerate(outputs) for c in output.outputs]
         write_json(objects[0] if len(objects) == 1 else objects)
+
+
+def _keep_books(llm: LLM, engine: EngineOptions) -> None:
+    from gapless.bench import held_bytes
+    from gapless.doctor import known_ceilings
+    from gapless.kernels.cpu.isa import select
+
+    llm.keep_books(known_ceilings(engine.compute_threads, held_bytes(llm), select(engine.isa).name, note))
+
+
+def _show_books(llm: LLM) -> None:
+    from gapless.ledger.report import lines, summary
+
+    assert llm.ledger is not None
+    llm.settle()
+    for line in ("", *lines(summary(llm.ledger))):
+        note(line)
 
 
 class InOrder:
