@@ -64,6 +64,12 @@ floor) that of the tokens behind them. Bytes and FLOPs are those of the steps, o
 them. `joules` is null where nothing measures them. `hidden_seconds` is what the host did while the device ran, `worst`
 the tokens that were waited for longest.
 
+## The triangle
+
+Three things can hold a token up in the end: arithmetic (`compute`), moving bytes (`weights`, `kv`, `link`, `network`),
+and heat or power (`throttle`). Under `triangle` stand the shares of these corners of the floor, and of what was spent above
+it; what lies in no corner is `others`. The corner with most of the floor binds: no tuning takes a token below it.
+
 ## How it grows
 
 `gapless bench --sweep context` (or `batch`, or `prompt`) measures at several lengths and prints for each account the

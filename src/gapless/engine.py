@@ -224,9 +224,11 @@ class Engine:
         if self._ledger is None:
             return self.scheduler.plan()
         self._ledger.planning()
+        before = self.scheduler.n_preemptions
         plan = self.scheduler.plan()
-        for request in self.scheduler.preempted_now:
-            self._ledger.preempted(request)
+        if self.scheduler.n_preemptions != before:
+            for request in self.scheduler.preempted_now:
+                self._ledger.preempted(request)
         return plan
 
     def _launch(self, plan: StepPlan) -> None:

@@ -18,7 +18,7 @@ LEAST_SHARE = 0.0005  # below it an account has no line
 def summary(ledger: Ledger) -> Summary:
     """The books as plain values: seconds are sums over tokens, bytes and FLOPs those of the steps, once each."""
     t = ledger.totals
-    return {
+    books: Summary = {
         "tokens": t.tokens,
         "steps": t.steps,
         "wall_seconds": t.wall_ns / 1e9,
@@ -27,6 +27,7 @@ def summary(ledger: Ledger) -> Summary:
         "hidden_seconds": {a.label: float(t.hidden_ns[a]) / 1e9 for a in Account if t.hidden_ns[a]},
         "worst": [_worst(token) for token in ledger.worst()],
     }
+    return books | {"triangle": triangle(books)}
 
 
 def _entry(t: Totals, account: Account) -> dict[str, Any]:
@@ -76,7 +77,54 @@ def lines(books: Summary) -> list[str]:
     found.append(f"{'in all':12} {1e3 * wall / tokens:7.3f} ms {1e3 * floor / tokens:7.3f} ms")
     cause = max(accounts, key=lambda name: float(accounts[name]["seconds"] - accounts[name]["floor_seconds"]))
     over = (accounts[cause]["seconds"] - accounts[cause]["floor_seconds"]) / wall
-    return [*found, _bar(books, order), f"most above its floor: {cause}, by {over:.0%}: {_knob(cause)}"]
+    return [
+        *found,
+        _bar(books, order),
+        _triangle_line(books),
+        f"most above its floor: {cause}, by {over:.0%}: {_knob(cause)}",
+    ]
+
+
+CORNERS: dict[str, tuple[Account, ...]] = {
+    "compute": (Account.COMPUTE,),
+    "interconnect": (Account.WEIGHTS, Account.KV, Account.LINK, Account.NETWORK),
+    "physical": (Account.THROTTLE,),
+}
+MOVES = {
+    "compute": "more or faster arithmetic, fewer FLOPs a token",
+    "interconnect": "more memory bandwidth, fewer bytes a token, larger batches",
+    "physical": "more power or better cooling",
+}
+
+
+def triangle(books: Summary) -> dict[str, Any]:
+    """Of each corner its share of the floor and of what is spent above it; the one that binds has most of the floor.
+
+    What lies in no corner (waiting for others, for the host, for readers) is the share of ``others``.
+    """
+    accounts = books["accounts"]
+    floors = {corner: sum(accounts[a.label]["floor_seconds"] for a in own) for corner, own in CORNERS.items()}
+    spent = {corner: sum(accounts[a.label]["seconds"] for a in own) for corner, own in CORNERS.items()}
+    floor = sum(floors.values())
+    waits = {corner: max(spent[corner] - floors[corner], 0.0) for corner in CORNERS}
+    waits["others"] = books["wall_seconds"] - sum(spent.values())
+    wait = sum(waits.values())
+    return {
+        "floor_shares": {corner: seconds / floor if floor else None for corner, seconds in floors.items()},
+        "wait_shares": {corner: seconds / wait if wait > 0 else None for corner, seconds in waits.items()},
+        "binds": max(floors, key=lambda corner: floors[corner]) if floor else None,
+    }
+
+
+def _triangle_line(books: Summary) -> str:
+    found = triangle(books)
+    if found["binds"] is None:
+        return "triangle: no floor is known"
+    floor, wait = (
+        ", ".join(f"{name} {share or 0:.0%}" for name, share in found[key].items())
+        for key in ("floor_shares", "wait_shares")
+    )
+    return f"triangle: {found['binds']} binds (of the floor: {floor}; of the wait: {wait}): {MOVES[found['binds']]}"
 
 
 def _knob(name: str) -> str:
