@@ -25,6 +25,7 @@ from gapless.kernels.cpu.walk import tally
 from gapless.ledger.accounts import Account
 from gapless.ledger.attribute import SpanColumns, attribute
 from gapless.ledger.ledger import Ledger
+from gapless.ledger.report import summary
 from gapless.llm import LLM
 from gapless.sampling import SamplingParams
 from tiny import tiny_model
@@ -107,6 +108,23 @@ def test_aborted_requests_leave_nothing_open(tiny: Path) -> None:
         checked(llm, ledger)
         assert ledger._books.n_open == 0
         assert not ledger._prompts
+
+
+def test_books_that_fail_cost_nobody_an_answer(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, ledger = open_with_books(tiny, kv_memory_bytes=1 << 22)
+
+    def post() -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(ledger, "post", post)
+    with llm:
+        for _ in range(2):
+            assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids) == 5
+            llm.settle()
+    assert llm.ledger is None
+    assert "a bug" in str(ledger.problem)
+    with pytest.raises(AssertionError, match="a bug"):
+        summary(ledger)
 
 
 def slowed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:

@@ -67,8 +67,8 @@ the tokens that were waited for longest.
 ## The triangle
 
 Three things can hold a token up in the end: arithmetic (`compute`), moving bytes (`weights`, `kv`, `link`, `network`),
-and heat or power (`throttle`). Under `triangle` stand the shares of these corners of the floor, and of what was spent above
-it; what lies in no corner is `others`. The corner with most of the floor binds: no tuning takes a token below it.
+and heat or power (`throttle`). Under `triangle` stand the shares of these corners of the floor, and of what was spent
+above it; what lies in no corner is `others`. The corner with most of the floor binds: no tuning takes a token below it.
 
 ## How it grows
 

@@ -197,7 +197,7 @@ class Engine:
             if result is not None:
                 self._deliver(self.scheduler.commit(result))
         if self._ledger is not None and (self._ledger.due or not self.has_work):
-            self._ledger.post()
+            self._book(self._ledger)
         self._host(_LAUNCH)
         self.stats.executor_s += self._inside_s - before
         self.stats.busy_s += time.perf_counter() - started
@@ -219,6 +219,13 @@ class Engine:
             return use()
         finally:
             self._inside_s += time.perf_counter() - started
+
+    def _book(self, ledger: Ledger) -> None:
+        """Whatever is wrong with the books, those who wait for tokens get them: then no more are kept."""
+        try:
+            ledger.post()
+        except Exception as problem:
+            ledger.problem, self.ledger = problem, None
 
     def _plan(self) -> StepPlan | None:
         if self._ledger is None:

@@ -19,6 +19,7 @@ from gapless.outputs import Completion, RequestOutput, StreamPiece
 from gapless.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from gapless.ledger.ledger import Ledger
     from gapless.llm import LLM
 
 
@@ -58,30 +59,28 @@ def command(
     writer = None if as_json else InOrder(len(texts), sampling.n)
     with engine.open(model) as llm:
         asked = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
-        if books:
-            _keep_books(llm, engine)
+        ledger = _keep_books(llm, engine) if books else None
         outputs = llm.generate(asked, sampling, on_text=None if writer is None else writer.take, priority=priority)
-        if llm.ledger is not None:
-            _show_books(llm)
+        if ledger is not None:
+            llm.settle()
+            _show_books(ledger)
     if as_json:
         objects = [_object(number, output, c) for number, output in enumerate(outputs) for c in output.outputs]
         write_json(objects[0] if len(objects) == 1 else objects)
 
 
-def _keep_books(llm: LLM, engine: EngineOptions) -> None:
+def _keep_books(llm: LLM, engine: EngineOptions) -> Ledger:
     from gapless.bench import held_bytes
     from gapless.doctor import known_ceilings
     from gapless.kernels.cpu.isa import select
 
-    llm.keep_books(known_ceilings(engine.compute_threads, held_bytes(llm), select(engine.isa).name, note))
+    return llm.keep_books(known_ceilings(engine.compute_threads, held_bytes(llm), select(engine.isa).name, note))
 
 
-def _show_books(llm: LLM) -> None:
+def _show_books(ledger: Ledger) -> None:
     from gapless.ledger.report import lines, summary
 
-    assert llm.ledger is not None
-    llm.settle()
-    for line in ("", *lines(summary(llm.ledger))):
+    for line in ("", *lines(summary(ledger))):
         note(line)
 
 

@@ -90,6 +90,7 @@ class Ledger:
 
     def __init__(self, profile: StepProfile, counter: StepCounter, ceilings: Ceilings) -> None:
         self.totals = Totals()
+        self.problem: Exception | None = None  # why no more is booked
         self._profile, self._counter, self._ceilings = profile, counter, ceilings
         self._books = Books()
         self._kept: deque[Intervals] = deque()

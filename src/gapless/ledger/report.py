@@ -16,7 +16,12 @@ LEAST_SHARE = 0.0005  # below it an account has no line
 
 
 def summary(ledger: Ledger) -> Summary:
-    """The books as plain values: seconds are sums over tokens, bytes and FLOPs those of the steps, once each."""
+    """The books as plain values: seconds are sums over tokens, bytes and FLOPs those of the steps, once each.
+
+    Raises what has kept the books from being kept: a defect.
+    """
+    if ledger.problem is not None:
+        raise ledger.problem
     t = ledger.totals
     books: Summary = {
         "tokens": t.tokens,
