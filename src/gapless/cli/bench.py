@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ import click
 from gapless.checks import RANGES
 from gapless.cli.options import EngineOptions, engine_options, json_option, model_argument
 from gapless.cli.output import note, write, write_json
+from gapless.errors import RequestError
 from gapless.units import format_bytes, format_count, format_si
 
 _BATCH = click.IntRange(1, RANGES["max_running"][1])
@@ -24,6 +26,8 @@ _RUNS = click.IntRange(1, 1000)
 @click.option("--output-tokens", type=_TOKENS, metavar="N", default=128, show_default=True, help="Of each answer.")
 @click.option("--runs", type=_RUNS, metavar="N", default=3, show_default=True, help="Runs whose medians are printed.")
 @click.option("--ledger/--no-ledger", "books", default=True, help="Book where the time of every token went.")
+@click.option("--ledger-file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write the books of every token here, for 'gapless ledger'; gzip if it ends in .gz.")  # fmt: skip
 @engine_options
 @json_option
 def command(
@@ -33,6 +37,7 @@ def command(
     output_tokens: int,
     runs: int,
     books: bool,
+    ledger_file: Path | None,
     engine: EngineOptions,
     as_json: bool,
 ) -> None:
@@ -46,6 +51,8 @@ def command(
     from gapless.doctor import measure_ceilings
     from gapless.llm import DEFAULT_RUNNING
 
+    if ledger_file is not None:
+        _check_file(ledger_file, books, engine)
     if engine.max_running is None:
         engine = replace(engine, max_running=max(DEFAULT_RUNNING, batch))
     with engine.open(model) as llm:
@@ -58,11 +65,23 @@ def command(
             runs=runs,
             measure=measure,
             books=books,
+            ledger_file=ledger_file,
         )
     if as_json:
         write_json(result)
     else:
         _print(result)
+
+
+def _check_file(path: Path, books: bool, engine: EngineOptions) -> None:
+    """Before anything is measured: nobody should wait for runs whose books are lost."""
+    from gapless.ledger.whole import check_writable
+
+    if not books:
+        raise RequestError("--ledger-file needs the books that --no-ledger leaves out", "give one of the two")
+    if engine.executor == "reference":
+        raise RequestError("the reference executor keeps no time of its steps", "use the executor cpu")
+    check_writable(path, "ledger-file")
 
 
 def _print(r: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,6 +83,8 @@ class Ledger:
 
     def __init__(self, profile: StepProfile, counter: StepCounter, ceilings: Ceilings) -> None:
         self.totals = Totals()
+        # Is given whatever is booked: ids of steps that have landed, their times, and the intervals that are complete.
+        self.recorder: Callable[[list[int], DeviceTimes, Intervals], None] | None = None
         self._profile, self._counter, self._ceilings = profile, counter, ceilings
         self._books = Books()
         self._kept: deque[Intervals] = deque()
@@ -173,6 +176,7 @@ class Ledger:
         """Book what has landed."""
         if not self._landed and not self._ended:
             return
+        steps = [plan.step_id for plan, _, _ in self._landed]
         times, rows = self._rows()
         ready, self._held = self._ready(rows)
         marks = np.array(self._marks, np.int64).reshape(-1, 2)
@@ -196,6 +200,8 @@ class Ledger:
             self._unread.discard(request)
         intervals = self._books.post(chunk)
         self._add(times, intervals)
+        if self.recorder is not None:
+            self.recorder(steps, times, intervals)
 
     def intervals(self) -> list[Intervals]:
         """Those that are kept, in the order of booking."""
