@@ -156,11 +156,7 @@ def _values(recorded: Recorded) -> Iterator[Any]:
 
 def by_label(values: npt.NDArray[Any]) -> dict[str, Any]:
     """What is not zero, by the name of its account; floors to a thousandth."""
-    return {Account(a).label: _short(values[a].item()) for a in np.flatnonzero(values).tolist()}
-
-
-def _short(value: float) -> float:
-    return value if isinstance(value, int) else round(value, 3)
+    return {name: round(value, 3) for name, value in zip(_LABELS, values.tolist(), strict=True) if value}
 
 
 # --- reading
