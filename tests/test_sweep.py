@@ -74,6 +74,7 @@ def test_slopes_are_least_squares() -> None:
         (("--sweep", "batch", "--values", "1,x"), "no list like 1,2,4"),
         (("--sweep", "batch", "--values", "0"), "no list like 1,2,4"),
         (("--sweep", "batch", "--no-ledger"), "leave --no-ledger out"),
+        (("--sweep", "batch", "--ledger-file", "x"), "leave --sweep out"),
         (("--sweep", "context", "--plot", "a.gif"), "svg"), (("--sweep", "size"), "size"),
         (("--sweep", "context", "--values", "9999"), "the model has no longer context"),
     ],

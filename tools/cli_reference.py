@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -35,14 +36,19 @@ Text is UTF-8; where standard output has another encoding, JSON escapes what tha
 
 
 def reference() -> str:
-    parts = [HEAD]
     context = click.Context(app, info_name="gapless", **app.context_settings)
-    for name in app.list_commands(context):
-        command = app.get_command(context, name)
+    return "\n".join([HEAD, *sections(app, context)])
+
+
+def sections(group: click.Group, context: click.Context) -> Iterator[str]:
+    """The help of each command of a group, and below it that of its own commands."""
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         assert command is not None
         sub = click.Context(command, info_name=name, parent=context, max_content_width=110, terminal_width=110)
-        parts.append(f"## gapless {name}\n\n```text\n{command.get_help(sub)}\n```\n")
-    return "\n".join(parts)
+        yield f"## {sub.command_path}\n\n```text\n{command.get_help(sub)}\n```\n"
+        if isinstance(command, click.Group):
+            yield from sections(command, sub)
 
 
 def main() -> None:

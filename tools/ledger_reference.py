@@ -12,7 +12,8 @@ HEAD = """# The ledger
 
 Every interval between two tokens of a request is booked wholly to accounts, in nanoseconds that add up: from when its
 reader had the token before (for the first one: from the request's arrival) to when its reader has it. `gapless bench`
-prints the books of its runs, and `gapless generate --ledger` those of its answers.
+prints the books of its runs and [records them](#recorded-ledgers) for `gapless ledger`; `gapless generate --ledger`
+prints those of its answers.
 
 Made by `tools/ledger_reference.py` from the table in `gapless.ledger.accounts`.
 
@@ -75,6 +76,55 @@ above it; what lies in no corner is `others`. The corner with most of the floor 
 `gapless bench --sweep context` (or `batch`, or `prompt`) measures at several lengths and prints for each account the
 time of a token there, and by least squares what a thousand tokens more (or one request more) cost. `--csv` writes
 the points; `--plot` draws the accounts one upon the other (`pip install 'gapless[plot]'`).
+
+## Recorded ledgers
+
+```text
+gapless bench MODEL --runs 5 --ledger-file before.jsonl.gz
+gapless ledger show before.jsonl.gz
+gapless ledger diff before.jsonl.gz after.jsonl.gz
+gapless ledger export before.jsonl.gz --format chrome --output trace.json
+```
+
+`show` prints the books as `bench` does, then the times between tokens and the ten tokens behind the first of their
+request that were waited for longest, each with the account that holds most of its time. A time between tokens is that
+from when the reader had one token of a request to when it had the next. A percentile is the least time that so many
+percent of them do not exceed. *Jitter* is the mean difference, without its sign, of such a time and the one before it
+in the same request: 0 where tokens come at a steady pace, however slow. With `--json` there are the facts of the run,
+`ledger` as `bench` has it (`worst` with the `run` beside) and `token_times`.
+
+`diff` compares, account by account, the mean over runs of what a token of the run took. A change is *significant*
+where Welch's 95% interval for the difference of two means, from the runs' means, does not hold 0. With fewer than two
+runs in a file no change can be told; small ones need five or more. The intervals are one by one: of twenty accounts
+that are the same, one is called changed on average. The runs of a file follow each other, so what changes on a machine
+from hour to hour is not in their spread. Files may be of different models or loads; in what they differ is noted.
+
+### The file
+
+One JSON value a line, in UTF-8; gzip where the name ends in `.gz`. It is written whole, or not at all.
+
+- The first line: `format` "gapless-ledger", `version` 1, `model`, `batch`, `prompt_tokens`, `output_tokens`, `runs`,
+  `threads`, `isa`, `ceilings` (that floors are taken from), `gapless` (its version), `accounts`, and under `token` and
+  `step` the names of the columns of those rows.
+- `["token", ...]`: `run` from 0, `request`, `token` in its request from 0, `step` that gave it, `begin_ns` and `end_ns`
+  from the first time in the file, `spent_ns` and `floor_ns` by account, without zeros.
+- `["step", ...]`: `run`, `step`, `begun_ns` and `ended_ns` on the device, `sync_ns` as the account has it.
+- The last line: the numbers of `tokens` and `steps`, the totals `wall_ns`, `device_ns`, `weight_bytes`, `kv_bytes` and
+  `flops`, and by account `spent_ns`, `floor_ns` and `hidden_ns`.
+
+The accounts of a token add up to `end_ns - begin_ns`, and the totals to the sums of the rows; a reader that finds
+otherwise, or no last line, says so. A change that older readers would misread raises the version.
+
+### Exports
+
+- `jsonl`: an object a line for each token, with the names of the table above.
+- `chrome`: [trace events](https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsNchNAySU) for
+  Perfetto or `chrome://tracing`. Process 1 has a track for each request, with its tokens and in them their accounts,
+  process 2 the device's steps. Within a token the accounts are laid end to end in the order of the first table above:
+  the file has how long each took, not when.
+- `parquet` (needs `pip install gapless[export]`): a row for each token: `run`, `request`, `token`, `step`, `begin_ns`,
+  `end_ns`, then for each account `<account>_ns` (all int64) and `<account>_floor_ns` (double). The facts of the run are
+  JSON under the key `gapless-ledger` of the schema's metadata.
 """
 
 

@@ -9,12 +9,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from gapless import __version__
 from gapless.ceilings import Ceilings
 from gapless.engine import Engine, EngineStats, Sink
 from gapless.errors import RequestError
 from gapless.kernels.count import StepCounter
+from gapless.ledger import file as ledger_files
 from gapless.ledger.report import summary
 from gapless.llm import LLM
 from gapless.request import FinishReason
@@ -146,7 +149,7 @@ def _summary(
 
 def benchmark(
     llm: LLM, *, batch: int, prompt_tokens: int, output_tokens: int, runs: int, measure: Callable[[], Ceilings],
-    seed: int | None = None, books: bool = True,
+    seed: int | None = None, books: bool = True, ledger_file: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Medians and spreads of ``runs`` runs with fresh random prompts, after one that warms up; then floors and sizes.
 
@@ -157,8 +160,11 @@ def benchmark(
             measurement what they leave to the runs, and a ceiling is the most that was reached.
 
         books: whether a ledger is kept of the runs.
+        ledger_file: where it is written.
 
     Raises:
+        GaplessError: there is to be a file, and the executor keeps no time of its steps.
+        LedgerFileError: the file cannot be written.
         RequestError: the tokens of a request do not fit the context, or the requests do not fit the cache together.
     """
     _check_room(llm, batch, prompt_tokens, output_tokens)  # before prompts of any length are drawn
@@ -168,12 +174,22 @@ def benchmark(
     def prompts() -> list[list[int]]:
         return [rng.choices(ids, k=prompt_tokens) for _ in range(batch)]
 
-    ceilings = measure()
+    if ledger_file is not None:
+        llm.check_stamped()
+    before = measure()
     run_once(llm, prompts(), min(output_tokens, 8))
-    ledger = llm.keep_books(ceilings) if books and llm.executor.profile is not None else None
-    results = [run_once(llm, prompts(), output_tokens) for _ in range(runs)]
+    ledger = llm.keep_books(before) if books and llm.executor.profile is not None else None
+    recorder = None if ledger is None or ledger_file is None else ledger_files.Recorder(ledger)
+    results = []
+    for _ in range(runs):
+        results.append(run_once(llm, prompts(), output_tokens))
+        if recorder is not None:
+            recorder.end_run()
     llm.engine.ledger = None
-    ceilings = ceilings.highest(measure())
+    if recorder is not None and ledger_file is not None:
+        facts = _facts(llm, batch, prompt_tokens, output_tokens, runs, before)
+        ledger_files.write(ledger_file, recorder.recorded(facts))
+    ceilings = before.highest(measure())
     medians, spread = _medians(results)
     return {
         "model": llm.name,
@@ -187,10 +203,24 @@ def benchmark(
         "ledger": None if ledger is None else summary(ledger),
         "weights_bytes": held_bytes(llm),
         "kv_bytes": getattr(llm.executor, "kv_bytes", 0),
-        "threads": getattr(llm.executor, "n_threads", 1),
+        "threads": _threads(llm),
         "isa": getattr(llm.executor, "isa", None),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def _facts(
+    llm: LLM, batch: int, prompt_tokens: int, output_tokens: int, runs: int, ceilings: Ceilings
+) -> ledger_files.Facts:
+    isa = getattr(llm.executor, "isa", None)
+    name = llm.name.encode(errors="replace").decode()  # a path need not be text
+    return ledger_files.Facts(
+        name, batch, prompt_tokens, output_tokens, runs, _threads(llm), isa, ceilings, __version__
+    )
+
+
+def _threads(llm: LLM) -> int:
+    return int(getattr(llm.executor, "n_threads", 1))
 
 
 _SHOWN = tuple(field.name for field in fields(Run) if field.name not in ("decode_s", "decode_tokens"))

@@ -43,6 +43,10 @@ class ResourceError(GaplessError):
     """Memory, disk or pages do not suffice."""
 
 
+class LedgerFileError(GaplessError):
+    """A recorded ledger cannot be read or written."""
+
+
 class ExecutorError(GaplessError):
     """A step failed on its device."""
 

@@ -25,6 +25,7 @@ from gapless.engine import Engine, EngineStats, EngineThread
 from gapless.errors import ExecutorError, GaplessError, RequestError
 from gapless.executor.open import open_cpu, open_reference
 from gapless.executor.protocol import Executor
+from gapless.executor.timing import StepProfile
 from gapless.ledger.ledger import Ledger
 from gapless.models import store
 from gapless.models.load import LoadedModel, load_model
@@ -147,9 +148,7 @@ class LLM:
 
         Raises GaplessError where the executor's steps are not stamped.
         """
-        if self.executor.profile is None:
-            raise GaplessError("the reference executor keeps no time of its steps", "use the executor cpu")
-        ledger = Ledger(self.executor.profile, self.executor.counter, ceilings)
+        ledger = Ledger(self.check_stamped(), self.executor.counter, ceilings)
         begun = self.engine.call(lambda: setattr(self.engine, "ledger", ledger))
         self._thread.wake()
         begun.result()
@@ -162,6 +161,12 @@ class LLM:
                 if not self.engine.has_work:
                     return
             time.sleep(_SETTLING_S)
+
+    def check_stamped(self) -> StepProfile:
+        """What reads the stamps of steps. Raises GaplessError where they have none."""
+        if self.executor.profile is None:
+            raise GaplessError("the reference executor keeps no time of its steps", "use the executor cpu")
+        return self.executor.profile
 
     @property
     def scheduler(self) -> Scheduler:

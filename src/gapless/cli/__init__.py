@@ -21,7 +21,7 @@ EPILOG = (
 class _Commands(click.Group):
     """Imports a command's module when the command is looked up."""
 
-    names = ("demo", "generate", "chat", "bench", "pull", "models", "doctor")
+    names = ("demo", "generate", "chat", "bench", "pull", "models", "doctor", "ledger")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.names)

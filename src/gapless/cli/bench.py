@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,7 @@ import click
 from gapless.checks import RANGES
 from gapless.cli.options import EngineOptions, engine_options, json_option, model_argument
 from gapless.cli.output import note, write, write_json
+from gapless.errors import RequestError
 from gapless.units import format_bytes, format_count, format_si
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ _RUNS = click.IntRange(1, 1000)
 @click.option("--csv", "csv_file", metavar="PATH", help="Write what a sweep has measured there.")
 @click.option("--plot", "plot_file", metavar="PATH", help="Draw it there: PATH.svg or PATH.png.")
 @click.option("--ledger/--no-ledger", "books", default=True, help="Book where the time of every token went.")
+@click.option("--ledger-file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write the books of every token here, for 'gapless ledger'; gzip if it ends in .gz.")  # fmt: skip
 @engine_options
 @json_option
 def command(
@@ -48,6 +52,7 @@ def command(
     csv_file: str | None,
     plot_file: str | None,
     books: bool,
+    ledger_file: Path | None,
     engine: EngineOptions,
     as_json: bool,
 ) -> None:
@@ -62,10 +67,12 @@ def command(
     from gapless.doctor import measure_ceilings
     from gapless.llm import DEFAULT_RUNNING
 
-    _check_sweep(over, values, csv_file, plot_file, books)
+    _check_sweep(over, values, csv_file, plot_file, books, ledger_file)
     asked = _values(values)
     if over == "batch":
         batch = max(asked or sweep.VALUES["batch"])
+    if ledger_file is not None:
+        _check_file(ledger_file, books, engine)
     if engine.max_running is None:
         engine = replace(engine, max_running=max(DEFAULT_RUNNING, batch))
     with engine.open(model) as llm:
@@ -81,6 +88,7 @@ def command(
             runs=runs,
             measure=measure,
             books=books,
+            ledger_file=ledger_file,
         )
     if as_json:
         write_json(result)
@@ -88,14 +96,28 @@ def command(
         _print(result)
 
 
+def _check_file(path: Path, books: bool, engine: EngineOptions) -> None:
+    """Before anything is measured: nobody should wait for runs whose books are lost."""
+    from gapless.ledger.whole import check_writable
+
+    if not books:
+        raise RequestError("--ledger-file needs the books that --no-ledger leaves out", "give one of the two")
+    if engine.executor == "reference":
+        raise RequestError("the reference executor keeps no time of its steps", "use the executor cpu")
+    check_writable(path, "ledger-file")
+
+
 def _check_sweep(
-    over: Over | None, values: str | None, csv_file: str | None, plot_file: str | None, books: bool
-) -> None:
+    over: Over | None, values: str | None, csv_file: str | None, plot_file: str | None, books: bool,
+    ledger_file: Path | None,
+) -> None:  # fmt: skip
     """Raises UsageError for options that need another."""
     given = {"--values": values, "--csv": csv_file, "--plot": plot_file}
     for name, value in given.items():
         if over is None and value is not None:
             raise click.UsageError(f"{name} is of a sweep: give --sweep too", click.get_current_context())
+    if over is not None and ledger_file is not None:
+        raise click.UsageError("--ledger-file is of one load: leave --sweep out", click.get_current_context())
     if over is not None and not books:
         raise click.UsageError("--sweep books every token: leave --no-ledger out", click.get_current_context())
     if plot_file is not None and not plot_file.lower().endswith((".svg", ".png")):
@@ -117,8 +139,6 @@ def _sweep(
     llm: LLM, over: Over, asked: list[int], batch: int, prompt_tokens: int, output_tokens: int, runs: int,
     measure: Callable[[], Ceilings], csv_file: str | None, plot_file: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    from pathlib import Path
-
     from gapless.sweep import VALUES, lines, sweep, write_csv, write_plot
 
     room = llm.spec.context_tokens if over == "batch" else llm.scheduler.longest - output_tokens

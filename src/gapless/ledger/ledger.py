@@ -91,6 +91,8 @@ class Ledger:
     def __init__(self, profile: StepProfile, counter: StepCounter, ceilings: Ceilings) -> None:
         self.totals = Totals()
         self.problem: Exception | None = None  # why no more is booked
+        # Is given whatever is booked: ids of steps that have landed, their times, and the intervals that are complete.
+        self.recorder: Callable[[list[int], DeviceTimes, Intervals], None] | None = None
         self._profile, self._counter, self._ceilings = profile, counter, ceilings
         self._books = Books()
         self._kept: deque[Intervals] = deque()
@@ -181,6 +183,7 @@ class Ledger:
         """Book what has landed."""
         if not self._landed and not self._ended:
             return
+        steps = [plan.step_id for plan, _, _ in self._landed]
         times, rows = self._rows()
         ready, self._held = self._ready(rows)
         marks = np.array(self._marks, np.int64).reshape(-1, 2)
@@ -204,6 +207,8 @@ class Ledger:
             self._unread.discard(request)
         intervals = self._books.post(chunk)
         self._add(times, intervals)
+        if self.recorder is not None:
+            self.recorder(steps, times, intervals)
 
     def intervals(self) -> list[Intervals]:
         """Those that are kept, in the order of booking."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from gapless.ledger.accounts import ACCOUNTS, Account
@@ -22,7 +23,11 @@ def summary(ledger: Ledger) -> Summary:
     """
     if ledger.problem is not None:
         raise ledger.problem
-    t = ledger.totals
+    return summary_of(ledger.totals, ledger.worst())
+
+
+def summary_of(t: Totals, worst: Iterable[WorstToken]) -> Summary:
+    """The same of books that are no longer kept."""
     books: Summary = {
         "tokens": t.tokens,
         "steps": t.steps,
@@ -30,7 +35,7 @@ def summary(ledger: Ledger) -> Summary:
         "device_seconds": t.device_ns / 1e9,
         "accounts": {account.label: _entry(t, account) for account in Account},
         "hidden_seconds": {a.label: float(t.hidden_ns[a]) / 1e9 for a in Account if t.hidden_ns[a]},
-        "worst": [_worst(token) for token in ledger.worst()],
+        "worst": [_worst(token) for token in worst],
     }
     return books | {"triangle": triangle(books)}
 
@@ -68,7 +73,7 @@ def largest(spent: Any) -> Account:
 
 def lines(books: Summary) -> list[str]:
     """A table of where the time of a token went on average, a bar of it, and what to do about the longest wait."""
-    if not books["tokens"]:
+    if not books["wall_seconds"]:
         return ["the books are empty: no token was delivered"]
     wall, tokens, accounts = books["wall_seconds"], books["tokens"], books["accounts"]
     order = sorted(accounts, key=lambda name: -float(accounts[name]["seconds"]))

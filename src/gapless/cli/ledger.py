@@ -1,0 +1,163 @@
+"""``gapless ledger``: recorded ledgers shown, compared and exported."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gapless.cli.options import json_option
+from gapless.cli.output import note, printable, write, write_json
+from gapless.errors import RequestError
+from gapless.units import format_bytes, format_count, format_si
+
+if TYPE_CHECKING:
+    from gapless.ledger.compare import Change, TokenTimes
+    from gapless.ledger.file import Facts
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.group("ledger", invoke_without_command=True)
+@click.pass_context
+def command(ctx: click.Context) -> None:
+    """Look at the books that 'gapless bench --ledger-file' has written."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+# --- show
+
+
+@command.command("show")
+@click.argument("file", type=_FILE)
+@json_option
+def show(file: Path, as_json: bool) -> None:
+    """Where the time of every token went, how evenly tokens came, and the ten that were waited for longest.
+
+    The time between tokens is that between two tokens of a request as its reader has them. Of it are given the
+    percentiles and the jitter: the mean difference, without its sign, of a time and the one before it.
+    """
+    from gapless.ledger.compare import token_times, worst
+    from gapless.ledger.file import read
+    from gapless.ledger.report import lines, summary_of
+
+    recorded = read(file)
+    slowest = worst(recorded)
+    books = summary_of(recorded.totals, [token for _, token in slowest])
+    for entry, (run, _) in zip(books["worst"], slowest, strict=True):
+        entry["run"] = run
+    times = token_times(recorded)
+    if as_json:
+        write_json({**asdict(recorded.facts), "ledger": books, "token_times": times})
+        return
+    for text in (*_facts(recorded.facts), "", *lines(books), "", *_times(times)):
+        write(printable(text))
+    if slowest:
+        write("waited for longest:")
+    for entry in books["worst"]:
+        write(f"  {_sentence(entry, recorded.facts.runs)}")
+
+
+def _facts(f: Facts) -> tuple[str, ...]:
+    return (
+        f"model    {f.model}, {format_count(f.threads, 'thread')}, {f.isa or 'reference'}; gapless {f.gapless}",
+        f"load     batch {f.batch}, {f.prompt_tokens} + {f.output_tokens} tokens, {format_count(f.runs, 'run')}",
+    )
+
+
+def _times(t: TokenTimes) -> tuple[str, ...]:
+    if t.p50_seconds is None:
+        return ("between tokens: no request has two",)
+    parts = (("p50", t.p50_seconds), ("p90", t.p90_seconds), ("p99", t.p99_seconds), ("max", t.max_seconds))
+    text = ", ".join(f"{name} {_time(seconds)}" for name, seconds in parts)
+    return (f"between tokens: {text}; jitter {_time(t.jitter_seconds)}",)
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else format_si(seconds, "s")
+
+
+def _sentence(w: dict[str, Any], n_runs: int) -> str:
+    run = f"run {w['run']} " if n_runs > 1 else ""
+    cause = f"{_time(w['cause_seconds'])} of it {w['cause']}"
+    return f"{run}request {w['request']} token {w['token']}: {_time(w['seconds'])}, {cause}"
+
+
+# --- diff
+
+
+@command.command("diff")
+@click.argument("a", type=_FILE)
+@click.argument("b", type=_FILE)
+@json_option
+def diff(a: Path, b: Path, as_json: bool) -> None:
+    """What a token's time in B differs by from A, account by account.
+
+    A change is significant where Welch's 95% interval, from the means of the runs in each file, holds no 0; each
+    file needs two runs or more. Of twenty accounts that are the same, one is then called changed on average.
+    """
+    from gapless.ledger.compare import changes, differences
+    from gapless.ledger.file import read
+
+    first, second = read(a), read(b)
+    found, other = changes(first, second), differences(first.facts, second.facts)
+    for name, (of_a, of_b) in other.items():
+        note(printable(f"A and B differ in {name.replace('_', ' ')}: {of_a} and {of_b}"))
+    if as_json:
+        write_json({"a": first.facts, "b": second.facts, "differences": other, "accounts": found})
+        return
+    for text in _table(found):
+        write(text)
+
+
+def _table(found: list[Change]) -> list[str]:
+    from gapless.ledger.report import LEAST_SHARE
+
+    *accounts, in_all = found
+    least = LEAST_SHARE * max(in_all.a_seconds, in_all.b_seconds)
+    shown = [c for c in accounts if max(c.a_seconds, c.b_seconds) > least or c.significant]
+    shown.sort(key=lambda c: -abs(c.change_seconds))
+    head = f"{'account':12} {'A a token':>11} {'B a token':>11} {'change':>11}"
+    return [head, *(_row(c) for c in (*shown, in_all))]
+
+
+def _row(c: Change) -> str:
+    numbers = f"{1e3 * c.a_seconds:8.3f} ms {1e3 * c.b_seconds:8.3f} ms {1e3 * c.change_seconds:+8.3f} ms"
+    between = ""
+    if c.interval_seconds is not None and c.significant:
+        near, far = sorted(map(abs, c.interval_seconds))
+        between = f", by {_time(near)} to {_time(far)}"
+    return f"{c.account:12} {numbers}  {c.verdict}{between}"
+
+
+# --- export
+
+
+@command.command("export")
+@click.argument("file", type=_FILE)
+@click.option("--format", "form", type=click.Choice(["jsonl", "chrome", "parquet"]), required=True,
+              help="JSON lines, Chrome trace events (for Perfetto), or Parquet.")  # fmt: skip
+@click.option("--output", type=_FILE, metavar="PATH", required=True, help="Where to; replaced if it is there.")
+@json_option
+def export(file: Path, form: str, output: Path, as_json: bool) -> None:
+    """Write the books in another format. Parquet needs pip install gapless[export]."""
+    from gapless.ledger import export as exports
+    from gapless.ledger.file import read
+    from gapless.ledger.whole import writing
+
+    if form == "parquet":
+        exports.check_parquet()
+    recorded = read(file)
+    if output.exists() and output.samefile(file):
+        raise RequestError(f"output = {str(output)!r} is the ledger itself", "give another path")
+    writer = {"jsonl": exports.write_jsonl, "chrome": exports.write_chrome, "parquet": exports.write_parquet}[form]
+    with writing(output, "output") as target:
+        writer(recorded, target)
+    n_bytes, tokens, steps = output.stat().st_size, recorded.totals.tokens, recorded.totals.steps
+    if as_json:
+        write_json({"path": str(output), "format": form, "tokens": tokens, "steps": steps, "bytes": n_bytes})
+    else:
+        write(printable(f"{output}: {format_count(tokens, 'token')}, {format_bytes(n_bytes)}"))

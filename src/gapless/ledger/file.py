@@ -1,0 +1,375 @@
+"""A recorded run as one file: JSON lines, whose last one tells that nothing is missing.
+
+The first line is an object: the format and its version, facts of the run, and the names of the columns of the rows.
+Rows are lists, ``["token", ...]`` for each interval that was booked and ``["step", ...]`` for each step. The last line
+is an object again, with the number of rows and the totals. A name that ends in .gz makes it gzip.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import stat
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.ceilings import Ceilings
+from gapless.errors import LedgerFileError
+from gapless.executor.timing import DeviceTimes
+from gapless.ledger.accounts import N_ACCOUNTS, Account
+from gapless.ledger.books import Intervals
+from gapless.ledger.ledger import Ledger, Totals
+from gapless.ledger.whole import writing
+
+Ints = npt.NDArray[np.int64]
+
+FORMAT, VERSION = "gapless-ledger", 1
+TOKEN_COLUMNS = ("run", "request", "token", "step", "begin_ns", "end_ns", "spent_ns", "floor_ns")
+STEP_COLUMNS = ("run", "step", "begun_ns", "ended_ns", "sync_ns")
+MOST = 1 << 53  # of whole numbers: what every reader of JSON has exactly
+MOST_REAL = 1e18
+MAX_LINE_BYTES = 1 << 20
+_LABELS = {account.label: account for account in Account}
+_COUNTS = ("wall_ns", "device_ns", "weight_bytes", "kv_bytes", "flops")
+_BY_ACCOUNT = ("spent_ns", "floor_ns", "hidden_ns")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was run, and on what; ``ceilings`` are those that the floors were taken from."""
+
+    model: str
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    runs: int
+    threads: int
+    isa: str | None
+    ceilings: Ceilings
+    gapless: str
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """When each step ran on the device, in nanoseconds, and the mean over threads of the time that they waited."""
+
+    run: Ints
+    step: Ints
+    begun: Ints
+    ended: Ints
+    sync: Ints
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """
+    Attributes:
+        run: of each interval, counted from 0.
+        intervals, steps: in the order of booking; times begin at the first of all.
+        totals: over all of them.
+    """
+
+    facts: Facts
+    run: Ints
+    intervals: Intervals
+    steps: RecordedSteps
+    totals: Totals
+
+
+class Recorder:
+    """Takes what a ledger books from now on, run by run."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._run = 0
+        self._parts: list[tuple[int, list[int], DeviceTimes, Intervals]] = []
+        ledger.recorder = self._take
+
+    def _take(self, steps: list[int], times: DeviceTimes, intervals: Intervals) -> None:
+        self._parts.append((self._run, steps, times, intervals))
+
+    def end_run(self) -> None:
+        """All that is booked from now on is of the next run."""
+        self._run += 1
+
+    def recorded(self, facts: Facts) -> Recorded:
+        """All of it; at least one step has been booked."""
+        columns = {f.name: np.concatenate([getattr(p[3], f.name) for p in self._parts]) for f in fields(Intervals)}
+        run = np.concatenate([np.full(len(intervals), run, np.int64) for run, _, _, intervals in self._parts])
+        steps = RecordedSteps(
+            np.concatenate([np.full(len(steps), run, np.int64) for run, steps, _, _ in self._parts]),
+            np.concatenate([np.array(steps, np.int64) for _, steps, _, _ in self._parts]),
+            *(np.concatenate([getattr(p[2], name) for p in self._parts]) for name in ("begun", "ended", "sync")),
+        )
+        first = min((int(column.min()) for column in (columns["begin"], steps.begun) if len(column)), default=0)
+        for column in (columns["begin"], columns["end"], steps.begun, steps.ended):
+            column -= first
+        return Recorded(facts, run, Intervals(**columns), steps, self._ledger.totals)
+
+
+# --- writing
+
+
+def write(path: Path, recorded: Recorded, field: str = "ledger-file") -> None:
+    """Raises LedgerFileError naming ``field``."""
+    with writing(path, field) as file:
+        if path.name.endswith(".gz"):
+            with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:  # the same bytes for the same books
+                _write_lines(packed, recorded)
+        else:
+            _write_lines(file, recorded)
+
+
+def _write_lines(file: BinaryIO | gzip.GzipFile, recorded: Recorded) -> None:
+    for value in _values(recorded):
+        file.write(json.dumps(value, allow_nan=False).encode() + b"\n")
+
+
+def _values(recorded: Recorded) -> Iterator[Any]:
+    yield {
+        "format": FORMAT,
+        "version": VERSION,
+        **asdict(recorded.facts),
+        "accounts": list(_LABELS),
+        "token": TOKEN_COLUMNS,
+        "step": STEP_COLUMNS,
+    }
+    i, s, t = recorded.intervals, recorded.steps, recorded.totals
+    numbers = np.stack([recorded.run, i.request, i.token, i.step, i.begin, i.end], axis=1)
+    for row, spent, floor in zip(numbers, i.spent, i.floor, strict=True):
+        yield ["token", *row.tolist(), by_label(spent), by_label(floor)]
+    for row in np.stack([s.run, s.step, s.begun, s.ended, s.sync], axis=1):
+        yield ["step", *row.tolist()]
+    yield {
+        "tokens": t.tokens,
+        "steps": t.steps,
+        **{name: int(getattr(t, name)) for name in _COUNTS},
+        **{name: by_label(getattr(t, name)) for name in _BY_ACCOUNT},
+    }
+
+
+def by_label(values: npt.NDArray[Any]) -> dict[str, Any]:
+    """What is not zero, by the name of its account; floors to a thousandth."""
+    return {name: round(value, 3) for name, value in zip(_LABELS, values.tolist(), strict=True) if value}
+
+
+# --- reading
+
+
+def read(path: Path) -> Recorded:
+    """Raises LedgerFileError: there is no such file, or it is not a recorded ledger, or not all of it, or damaged."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            _fail(path, "is a folder", _REMEDY)
+        if not stat.S_ISREG(mode):
+            _fail(path, "is no regular file", _REMEDY)
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            return _Reader(path, gzip.GzipFile(fileobj=file) if packed else file).recorded()
+    except EOFError:
+        _fail(path, "is truncated: its compressed data end too early", _AGAIN)
+    except (gzip.BadGzipFile, zlib.error) as problem:
+        _fail(path, f"is damaged: its compressed data are wrong ({problem})", _AGAIN)
+    except FileNotFoundError:
+        _fail(path, "does not exist", _REMEDY)
+    except OSError as problem:
+        _fail(path, f"cannot be read: {problem.strerror or problem}", "check the path and its rights")
+
+
+_REMEDY = "give a file that 'gapless bench --ledger-file' has written"
+_AGAIN = "copy or record it again"
+
+
+def _fail(path: Path, problem: str, remedy: str) -> NoReturn:
+    raise LedgerFileError(f"ledger {str(path)!r} {problem}", remedy)
+
+
+class _Wrong(Exception):
+    """What is wrong with a line."""
+
+
+@dataclass
+class _Rows:
+    """Columns as they are read."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    spent: list[Ints] = field(default_factory=list)
+    floor: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    steps: list[list[int]] = field(default_factory=list)
+
+
+class _Reader:
+    """One pass over the lines of a file."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path, self._file = path, file
+        self._line = 0
+        self._rows = _Rows()
+
+    def recorded(self) -> Recorded:
+        facts = self._facts()
+        while True:
+            value = self._next()
+            try:
+                if isinstance(value, dict):
+                    totals = self._totals(value)
+                    break
+                self._row(value, facts.runs)
+            except _Wrong as problem:
+                _fail(self._path, f"is damaged: line {self._line}: {problem}", _AGAIN)
+        if self._file.read(1):
+            _fail(self._path, f"is damaged: it goes on behind its end in line {self._line}", _AGAIN)
+        rows = self._rows
+        run, request, token, step, begin, end = np.array(rows.tokens, np.int64).reshape(-1, 6).T
+        spent = np.array(rows.spent, np.int64).reshape(-1, N_ACCOUNTS)
+        floor = np.array(rows.floor, np.float64).reshape(-1, N_ACCOUNTS)
+        steps = np.array(rows.steps, np.int64).reshape(-1, 5).T
+        intervals = Intervals(request, token, step, begin, end, spent, floor)
+        return Recorded(facts, run, intervals, RecordedSteps(*steps), totals)
+
+    def _facts(self) -> Facts:
+        try:
+            header = self._parsed(self._read_line())
+            if not isinstance(header, dict) or header.get("format") != FORMAT:
+                raise _Wrong
+        except _Wrong:
+            _fail(self._path, "is not a recorded ledger", _REMEDY)
+        version = header.get("version")
+        if type(version) is int and version > VERSION:
+            _fail(self._path, f"was written by a newer gapless: its version is {version}", "update gapless to read it")
+        try:
+            if type(version) is not int or version != VERSION:
+                raise _Wrong(f"version = {_shown(version)} is unknown")
+            return _facts_of(header)
+        except _Wrong as problem:
+            _fail(self._path, f"is damaged: line 1: {problem}", _AGAIN)
+
+    def _next(self) -> Any:
+        line = self._read_line()
+        if not line:
+            _fail(self._path, f"is truncated: it ends behind line {self._line - 1}, without its totals", _AGAIN)
+        try:
+            return self._parsed(line)
+        except _Wrong as problem:
+            if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
+                _fail(self._path, f"is truncated: it ends within line {self._line}", _AGAIN)
+            _fail(self._path, f"is damaged: line {self._line} {problem}", _AGAIN)
+
+    def _read_line(self) -> bytes:
+        self._line += 1
+        line: bytes = self._file.readline(MAX_LINE_BYTES + 1)
+        return line
+
+    @staticmethod
+    def _parsed(line: bytes) -> Any:
+        if len(line) > MAX_LINE_BYTES:
+            raise _Wrong("is too long")
+        try:
+            return json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError:
+            raise _Wrong("is not UTF-8 text") from None
+        except (ValueError, RecursionError):  # ValueError also for numbers of thousands of digits
+            raise _Wrong("is not JSON") from None
+
+    def _row(self, row: Any, n_runs: int) -> None:
+        kind = row[0] if isinstance(row, list) and row else None
+        columns = {"token": TOKEN_COLUMNS, "step": STEP_COLUMNS}.get(kind if isinstance(kind, str) else "")
+        if columns is None:
+            raise _Wrong("a row begins with neither 'token' nor 'step'")
+        if len(row) != len(columns) + 1:
+            raise _Wrong(f"a row of a {kind} has {len(columns)} columns")
+        numbers = [_whole(value, name) for name, value in zip(columns, row[1:], strict=True) if name not in _BY_ACCOUNT]
+        if numbers[0] >= n_runs:
+            raise _Wrong(f"run = {numbers[0]} is beyond the {n_runs} runs")
+        if kind == "step":
+            if numbers[3] < numbers[2]:
+                raise _Wrong("the step ends before it begins")
+            self._rows.steps.append(numbers)
+            return
+        spent = _accounts(row[7], "spent_ns", np.zeros(N_ACCOUNTS, np.int64))
+        if sum(row[7].values()) != numbers[5] - numbers[4]:
+            raise _Wrong("the accounts do not add up to the interval")
+        self._rows.tokens.append(numbers)
+        self._rows.spent.append(spent)
+        self._rows.floor.append(_accounts(row[8], "floor_ns", np.zeros(N_ACCOUNTS)))
+
+    def _totals(self, value: dict[str, Any]) -> Totals:
+        rows = self._rows
+        tokens, steps = (_whole(value.get(name), name) for name in ("tokens", "steps"))
+        if (tokens, steps) != (len(rows.tokens), len(rows.steps)):
+            found = f"{len(rows.tokens)} tokens and {len(rows.steps)} steps"
+            raise _Wrong(f"there are {found}, and should be {tokens} and {steps}")
+        counts = {name: _whole(value.get(name), name, 1 << 63) for name in _COUNTS}
+        spent, floor, hidden = (
+            _accounts(value.get(name), name, np.zeros(N_ACCOUNTS, kind))
+            for name, kind in zip(_BY_ACCOUNT, (np.int64, np.float64, np.int64), strict=True)
+        )
+        booked = np.sum(rows.spent, axis=0, dtype=np.int64) if rows.spent else np.zeros(N_ACCOUNTS, np.int64)
+        if (booked != spent).any() or counts["wall_ns"] != spent.sum():
+            raise _Wrong("the totals are not the sums of the rows")
+        token = TOKEN_COLUMNS.index("token")
+        later = np.array([numbers[token] > 0 for numbers in rows.tokens], bool)
+        totals = Totals(
+            tokens=tokens, steps=steps, spent_ns=spent, floor_ns=floor, hidden_ns=hidden, later_tokens=int(later.sum())
+        )
+        if later.any():
+            totals.later_spent_ns = np.array(rows.spent)[later].sum(axis=0)
+            totals.later_floor_ns = np.array(rows.floor)[later].sum(axis=0)
+        for name, count in counts.items():
+            setattr(totals, name, count)
+        return totals
+
+
+def _facts_of(header: dict[str, Any]) -> Facts:
+    words = {name: header.get(name) for name in ("model", "gapless", "isa")}
+    for name, word in words.items():
+        if not _is_text(word) and not (name == "isa" and word is None):
+            raise _Wrong(f"{name} = {_shown(word)} is no text")
+    names = ("batch", "prompt_tokens", "output_tokens", "runs", "threads")
+    numbers = {name: _whole(header.get(name), name) for name in names}
+    given = header.get("ceilings")
+    if not isinstance(given, dict):
+        raise _Wrong(f"ceilings = {_shown(given)} is no object")
+    ceilings = Ceilings(**{f.name: _real(given.get(f.name), f.name) for f in fields(Ceilings)})
+    return Facts(ceilings=ceilings, **words, **numbers)  # type: ignore[arg-type]
+
+
+def _accounts(given: Any, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Put what is given by account into ``values``, whose type says of which kind the numbers are."""
+    if not isinstance(given, dict):
+        raise _Wrong(f"{name} = {_shown(given)} is no object")
+    for label, value in given.items():
+        if label not in _LABELS:
+            raise _Wrong(f"there is no account {_shown(label)}")
+        values[_LABELS[label]] = _real(value, label) if values.dtype.kind == "f" else _whole(value, label)
+    return values
+
+
+def _whole(value: Any, name: str, below: int = MOST) -> int:
+    if type(value) is not int or not 0 <= value < below:
+        raise _Wrong(f"{name} = {_shown(value)} is not a whole number from 0 to {below - 1}")
+    return value
+
+
+def _real(value: Any, name: str) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= MOST_REAL:  # not a number compares as false
+        raise _Wrong(f"{name} = {_shown(value)} is not a number from 0 to {MOST_REAL:g}")
+    return float(value)
+
+
+def _is_text(value: Any) -> bool:
+    """JSON's escapes can spell halves of characters, which no file or terminal takes."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _shown(value: Any) -> str:
+    text = "(missing)" if value is None else repr(value)
+    return text if len(text) <= 40 else text[:40] + "..."
