@@ -96,6 +96,7 @@ def run(depth: int, delay_s: float) -> Ledger:
     engine.submit((1, 2), SamplingParams(max_tokens=N_TOKENS), [Sink()])
     while engine.has_work:
         engine.step()
+    engine.book()
     (part,) = [p for p in ledger.intervals() if len(p)]
     assert (part.spent.sum(axis=1) == part.end - part.begin).all()
     return ledger

@@ -91,6 +91,7 @@ def run_once(llm: LLM, prompts: Sequence[Sequence[int]], output_tokens: int) -> 
         while engine.has_work:
             engine.step()
             landed[engine.stats.steps] = time.perf_counter()
+        engine.book()
     for clock in clocks:
         if clock.error is not None:
             raise clock.error

@@ -196,8 +196,8 @@ class Engine:
         else:
             if result is not None:
                 self._deliver(self.scheduler.commit(result))
-        if self._ledger is not None and (self._ledger.due or not self.has_work):
-            self._book(self._ledger)
+        if self._ledger is not None and self._ledger.due:
+            self.book()
         self._host(_LAUNCH)
         self.stats.executor_s += self._inside_s - before
         self.stats.busy_s += time.perf_counter() - started
@@ -220,12 +220,17 @@ class Engine:
         finally:
             self._inside_s += time.perf_counter() - started
 
-    def _book(self, ledger: Ledger) -> None:
-        """Whatever is wrong with the books, those who wait for tokens get them: then no more are kept."""
-        try:
-            ledger.post()
-        except Exception as problem:
-            ledger.problem, self.ledger = problem, None
+    def book(self) -> None:
+        """Book what has landed: now and then by itself, and by whoever drives once there is nothing to do.
+
+        Whatever is wrong with the books, those who wait for tokens get them: then no more are kept.
+        """
+        ledger = self._ledger
+        if ledger is not None:
+            try:
+                ledger.post()
+            except Exception as problem:
+                ledger.problem, self.ledger = problem, None
 
     def _plan(self) -> StepPlan | None:
         if self._ledger is None:
@@ -396,4 +401,6 @@ class EngineThread:
             while self._ended is None and self._engine.has_work:
                 with self._engine.driving:
                     self._engine.step()
+            with self._engine.driving:
+                self._engine.book()
         return self._ended

@@ -159,7 +159,7 @@ class LLM:
         while True:
             with self.engine.driving:
                 if not self.engine.has_work:
-                    return
+                    return self.engine.book()
             time.sleep(_SETTLING_S)
 
     def check_stamped(self) -> StepProfile:
