@@ -245,7 +245,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, line: int, change: Callable[[Any
         (b"[" * 100_000 + b"\n", "is not a recorded ledger"),
         (b"1" * (MAX_LINE_BYTES + 9), "is not a recorded ledger"),
         (b'{"error": 1}\n', "is not a recorded ledger"),
-        (gzip.compress(b"{}\n"), "is not a recorded ledger"),
+        (gzip.compress(b"{}\n", mtime=0), "is not a recorded ledger"),
         (b"\x1f\x8b", "is truncated: its compressed data end too early"),
         (b"\x1f\x8b" + bytes(50), "is damaged: its compressed data are wrong"),
         (b"HEAD" + b'["token", "\xff"]\n', "is damaged: line 2 is not UTF-8 text"),
@@ -257,6 +257,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, line: int, change: Callable[[Any
         (b"HEAD" + b"[1, ", "is truncated: it ends within line 2"),
         (b"ALL" + b"\n", "is damaged: it goes on behind its end in line 4"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "data",
 )
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, message: str) -> None:
     write(tmp_path / "l", recorded({(0, 1): [1000]}))

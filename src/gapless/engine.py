@@ -117,6 +117,7 @@ class Engine:
     def ledger(self, ledger: Ledger | None) -> None:
         self._ledger = ledger
         self._host = _nobody if ledger is None else ledger.host
+        self._host(_SCHEDULE)
 
     # --- from any thread
 
@@ -184,7 +185,6 @@ class Engine:
         An error of the executor ends the requests that ran and is told to their sinks.
         """
         started, before = time.perf_counter(), self._inside_s
-        self._host(_SCHEDULE)
         while self._commands:
             self._commands.popleft()()
         try:
@@ -198,7 +198,7 @@ class Engine:
                 self._deliver(self.scheduler.commit(result))
         if self._ledger is not None and self._ledger.due:
             self.book()
-        self._host(_LAUNCH)
+        self._host(_SCHEDULE)  # what lies between two steps is the next one's
         self.stats.executor_s += self._inside_s - before
         self.stats.busy_s += time.perf_counter() - started
 
@@ -235,6 +235,8 @@ class Engine:
     def _plan(self) -> StepPlan | None:
         if self._ledger is None:
             return self.scheduler.plan()
+        if self._n_launched:
+            self._host(_SCHEDULE)
         self._ledger.planning()
         before = self.scheduler.n_preemptions
         plan = self.scheduler.plan()
@@ -249,7 +251,6 @@ class Engine:
         self._n_launched += 1
         if self._ledger is not None:
             self._ledger.launched(plan)
-        self._host(_SCHEDULE)
 
     def _land(self) -> StepResult:
         self._n_launched -= 1
