@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 
 from gapless.cli import app
+from page import write_page
 
-TARGET = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAD = """# Commands
 
 Made by `tools/cli_reference.py` from the program's own help.
@@ -51,12 +49,5 @@ def sections(group: click.Group, context: click.Context) -> Iterator[str]:
             yield from sections(command, sub)
 
 
-def main() -> None:
-    text = reference()
-    if "--check" in sys.argv:
-        sys.exit(0 if TARGET.read_text() == text else "docs/cli.md is stale: run tools/cli_reference.py")
-    TARGET.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    write_page("cli.md", reference(), "cli_reference.py")

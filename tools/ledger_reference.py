@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from gapless.ledger.accounts import ACCOUNTS
+from page import write_page
 
-TARGET = Path(__file__).parents[1] / "docs" / "ledger.md"
 HEAD = """# The ledger
 
 Every interval between two tokens of a request is booked wholly to accounts, in nanoseconds that add up: from when its
@@ -133,12 +130,5 @@ def reference() -> str:
     return HEAD + "".join(rows) + TAIL
 
 
-def main() -> None:
-    text = reference()
-    if "--check" in sys.argv:
-        sys.exit(0 if TARGET.read_text() == text else "docs/ledger.md is stale: run tools/ledger_reference.py")
-    TARGET.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    write_page("ledger.md", reference(), "ledger_reference.py")

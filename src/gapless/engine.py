@@ -93,11 +93,11 @@ class Engine:
     once the engine has ended, ``submit`` and ``call`` raise ExecutorError.
     """
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, ledger: Ledger | None = None) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self._host: Callable[[int], None] = _nobody
-        self.ledger = ledger
+        self.ledger = None
         self.stats = EngineStats()
         self.driving = threading.Lock()
         self._sinks: dict[int, Sink] = {}
@@ -241,9 +241,13 @@ class Engine:
         before = self.scheduler.n_preemptions
         plan = self.scheduler.plan()
         if self.scheduler.n_preemptions != before:
+            self._note_preempted()
+        return plan
+
+    def _note_preempted(self) -> None:
+        if self._ledger is not None:
             for request in self.scheduler.preempted_now:
                 self._ledger.preempted(request)
-        return plan
 
     def _launch(self, plan: StepPlan) -> None:
         self._host(_PREPARE)
@@ -316,9 +320,7 @@ class Engine:
             while self._n_launched:
                 self._deliver(self.scheduler.commit(self._land()))
             self.scheduler.recompute()
-            if self._ledger is not None:
-                for request in self.scheduler.preempted_now:
-                    self._ledger.preempted(request)
+            self._note_preempted()
         except Exception as problem:
             self._fail(problem)
         try:

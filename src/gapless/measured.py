@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gapless.ceilings import Ceilings
+from gapless.ledger.whole import replacing
 from gapless.models.store import cache_dir
 
 VERSION = 1
@@ -74,10 +73,8 @@ def store(found: Measured) -> Path:
     found = found if before is None else found.highest(before)
     path = path_of(found.isa, found.threads)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent)
-    with open(descriptor, "w") as file:
-        json.dump({"version": VERSION, **asdict(found)}, file)
-    os.replace(name, path)
+    with replacing(path) as file:
+        file.write(json.dumps({"version": VERSION, **asdict(found)}).encode())
     return path
 
 

@@ -29,7 +29,6 @@ Floats = npt.NDArray[np.float64]
 BATCH_STEPS = 1024  # booked at once, at most, or when they have so many spans:
 BATCH_SPANS = 4096
 KEPT_TOKENS = 1 << 16  # whose intervals are kept one by one
-KEPT_BATCHES = 64  # of steps whose times are kept one by one
 N_WORST = 10
 _FIELDS = Span._fields
 HELD_SPANS = 4096  # of a request whose reader does not read: beyond them its tokens count as taken
@@ -97,7 +96,6 @@ class Ledger:
         self._books = Books()
         self._kept: deque[Intervals] = deque()
         self._n_kept = 0
-        self._kept_times: deque[DeviceTimes] = deque(maxlen=KEPT_BATCHES)
         self._worst: list[tuple[int, int, int, WorstToken]] = []  # a heap
         self._marks: list[int] = []  # time and account, by turns
         self.host = _marker(self._marks)
@@ -214,10 +212,6 @@ class Ledger:
         """Those that are kept, in the order of booking."""
         return list(self._kept)
 
-    def times(self) -> list[DeviceTimes]:
-        """When the last steps ran, in the order of booking; the last of all is step ``totals.steps - 1``."""
-        return list(self._kept_times)
-
     def worst(self) -> list[WorstToken]:
         """The tokens behind the first of their request that were waited for longest, the worst first."""
         return [entry[-1] for entry in sorted(self._worst, reverse=True)]
@@ -305,8 +299,6 @@ class Ledger:
         while self._n_kept > KEPT_TOKENS and len(self._kept) > 1:
             self._n_kept -= len(self._kept.popleft())
         self._note_worst(intervals)
-        if len(times.begun):
-            self._kept_times.append(times)
 
     def _note_worst(self, intervals: Intervals) -> None:
         length = np.where(intervals.token > 0, intervals.end - intervals.begin, 0)

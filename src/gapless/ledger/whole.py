@@ -29,17 +29,23 @@ def writing(path: Path, field: str) -> Iterator[BinaryIO]:
 
     Raises LedgerFileError naming ``field``.
     """
-    with _told(path, field):
-        target = _target(path)
-        part = _part_of(target)
-        try:
-            with part.open("xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())  # so that the rename cannot outlive the content in a crash
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+    with _told(path, field), replacing(path) as file:
+        yield file
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """``writing``, for files that no user has named: raises OSError."""
+    target = _target(path)
+    part = _part_of(target)
+    try:
+        with part.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # so that the rename cannot outlive the content in a crash
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _target(path: Path) -> Path:
