@@ -249,7 +249,8 @@ class _FakeLLM:
     def __init__(self) -> None:
         self.asked: list[SamplingParams] = []
         self.template = None
-        self.model = self.scheduler = self
+        self.model = self.scheduler = self.executor = self
+        self.profile = None
 
     def __enter__(self) -> _FakeLLM:
         return self

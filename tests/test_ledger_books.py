@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gapless.ledger.accounts import ACCOUNTS, N_ACCOUNTS, Account
 from gapless.ledger.books import NEVER, Books, Chunk, Intervals
+from gapless.ledger.shares import N_SHARES
 
 HOST = (Account.SCHEDULE, Account.PREPARE, Account.LAUNCH, Account.DETOKENIZE)
 
@@ -122,7 +123,14 @@ def chunks_of(case: Case, cuts: list[int]) -> list[Chunk]:
         arrivals = {r: a for r, a in waiting.items() if a <= horizon}
         waiting = {r: a for r, a in waiting.items() if a > horizon}
         thrown = [(r, t) for r, t in case.preemptions if low <= next_step(case, r, t) < high]
-        chunks.append(Chunk(*steps, times, accounts, *columns, device, device * 0.5, arrivals, thrown, []))
+        share = device.sum(axis=1, keepdims=True) * np.arange(1, N_SHARES + 1)
+        ended = list(range(len(case.spans))) if last else []
+        chunks.append(
+            Chunk(
+                *steps, times, accounts, *columns, device, device * 0.5, share, columns[2] % 7, columns[1] * 0.25,
+                arrivals, thrown, ended,
+            )
+        )  # fmt: skip
     return chunks
 
 
@@ -203,6 +211,28 @@ def test_every_interval_is_booked_as_the_clerk_does(seed: int, cut: int) -> None
                 assert min(accounts) >= 0
 
 
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), cut=st.integers(0, 12))
+def test_shares_go_to_tokens_or_are_told_to_be_nobodys(seed: int, cut: int) -> None:
+    """What a request has of steps is its tokens'; what comes behind its last one is not lost."""
+    case = make_case(seed)
+    books, chunks = Books(), chunks_of(case, [cut] if 0 < cut < len(case.begun) else [])
+    parts = [books.post(chunk) for chunk in chunks]
+    given = sum((chunk.share.sum(axis=0) for chunk in chunks), np.zeros(N_SHARES, np.int64))
+    booked = sum((part.share.sum(axis=0) for part in parts), np.zeros(N_SHARES, np.int64))
+    assert books.n_open == 0
+    assert (booked + books.undelivered == given).all()
+    for request, pieces in enumerate(case.spans):
+        got = [int(p.beside[i]) for p in parts for i in np.flatnonzero(p.request == request)]
+        beside, expected = 0, []
+        for piece in sorted(pieces, key=lambda piece: piece.step):
+            beside += piece.start % 7
+            if piece.taken != NEVER:
+                expected.append(beside)
+                beside = 0
+        assert got == expected
+
+
 def test_floors_are_summed_like_time() -> None:
     case = make_case(7)
     (chunk,) = chunks_of(case, [])
@@ -223,5 +253,5 @@ def test_what_no_open_request_needs_is_forgotten() -> None:
 
 @pytest.mark.parametrize("account", Account)
 def test_every_account_is_explained(account: Account) -> None:
-    assert all(ACCOUNTS[account])
+    assert all(ACCOUNTS[account][:3])
     assert account.label == account.name.lower()

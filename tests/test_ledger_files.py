@@ -21,13 +21,16 @@ from hypothesis import strategies as st
 from gapless.ceilings import Ceilings
 from gapless.cli import main
 from gapless.errors import LedgerFileError
+from gapless.executor.timing import Source
 from gapless.ledger.accounts import N_ACCOUNTS, Account
 from gapless.ledger.books import Intervals
-from gapless.ledger.compare import changes, t_quantile, token_times, welch, worst
+from gapless.ledger.compare import changes, t_quantile, welch, worst
 from gapless.ledger.export import write_chrome, write_jsonl, write_parquet
-from gapless.ledger.file import MAX_LINE_BYTES, Facts, Recorded, RecordedSteps, read, write
+from gapless.ledger.file import MAX_LINE_BYTES, Facts, Recorded, RecordedHost, RecordedSteps, read, write
 from gapless.ledger.ledger import Totals
 from gapless.ledger.report import lines, summary_of
+from gapless.ledger.shares import N_SHARES, Share
+from gapless.ledger.stability import TokenTimes, token_times
 from tiny_gguf import write_gguf
 
 pytestmark = pytest.mark.xdist_group("real-model")
@@ -35,7 +38,7 @@ pytestmark = pytest.mark.xdist_group("real-model")
 RUNS, BATCH, TOKENS = 2, 2, 6
 BENCH = ("--runs", str(RUNS), "--batch", str(BATCH), "--prompt-tokens", "4", "--output-tokens", str(TOKENS),
          "--threads", "1", "--kv-memory", "32MB")  # fmt: skip
-FACTS = Facts("m", 2, 4, 3, 2, 1, None, Ceilings(1.0, 2.0, 3.0), "0.1")
+FACTS = Facts("m", 2, 4, 3, 2, 1, None, Ceilings(1.0, 2.0, 3.0), "0.1", Source.MEASURED)
 MS = 1_000_000
 
 
@@ -69,18 +72,30 @@ def recorded(lengths: dict[tuple[int, int], list[int]]) -> Recorded:
         len(rows), int(length.sum()), spent.sum(axis=0), floor.sum(axis=0), int(later.sum()),
         spent[later].sum(axis=0), floor[later].sum(axis=0), steps=len(rows),
     )  # fmt: skip
+    share = np.zeros((len(rows), N_SHARES), np.int64)
+    share[:, Share.WEIGHTS_NS], share[:, Share.FLOPS] = length // 2, 1 << 62
+    totals.share, totals.undelivered[Share.KV_BYTES] = share.astype(object).sum(axis=0), 5
+    totals.share += totals.undelivered
     runs = 1 + max((run for run, _ in lengths), default=0)
-    on_device = RecordedSteps(*np.array(steps, np.int64).reshape(-1, 5).T)
-    return Recorded(replace(FACTS, runs=runs), columns[0], Intervals(*columns[1:], spent, floor), on_device, totals)
+    table = np.array(steps, np.int64).reshape(-1, 5)
+    on_device = RecordedSteps(*table.T[:4], table[:, 4:])
+    host = RecordedHost(table[:, 0], table[:, 2], np.full(len(table), Account.SCHEDULE))
+    beside, joules = np.zeros(len(rows), np.int64), np.where(later, 0.25, np.nan)
+    intervals = Intervals(*columns[1:], spent, floor, share, beside, joules)
+    return Recorded(replace(FACTS, runs=runs), columns[0], intervals, on_device, host, totals)
 
 
 def same(a: Recorded, b: Recorded) -> bool:
-    pairs = [(vars(a.intervals), vars(b.intervals)), (vars(a.steps), vars(b.steps)), (vars(a.totals), vars(b.totals))]
+    pairs = [(vars(getattr(x, part)) for x in (a, b)) for part in ("intervals", "steps", "host", "totals")]
     return (
         a.facts == b.facts
         and np.array_equal(a.run, b.run)
-        and all(np.array_equal(x[name], y[name]) for x, y in pairs for name in x)
+        and all(alike(x[name], y[name]) for x, y in pairs for name in x)
     )
+
+
+def alike(a: Any, b: Any) -> bool:
+    return np.array_equal(a, b, equal_nan=getattr(a, "dtype", np.dtype(int)).kind == "f")
 
 
 # --- the file
@@ -135,8 +150,8 @@ def test_what_is_written_is_read(
 def use(books: Recorded) -> None:
     """All that is done with books works, whatever a file says."""
     entries = [token for _, token in worst(books)]
-    assert lines(summary_of(books.totals, entries))
-    json.dumps([summary_of(books.totals, entries), vars(token_times(books))], allow_nan=False)
+    assert lines(summary_of(books.totals, entries, times_of(books), books.facts.source), n_worst=10)
+    json.dumps(summary_of(books.totals, entries, times_of(books), books.facts.source), allow_nan=False)
     changes(books, books)
     with open(os.devnull, "wb") as sink:
         write_jsonl(books, sink)
@@ -194,7 +209,8 @@ def at(place: Any, value: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("line", "change", "message"),
     [
-        (0, at("version", 2), "was written by a newer gapless: its version is 2; update gapless to read it"),
+        (0, at("version", 3), "was written by a newer gapless: its version is 3; update gapless to read it"),
+        (0, at("version", 1), "was written by an older gapless: its version is 1; record it again"),
         (0, at("version", True), "is damaged: line 1: version = True is unknown"),
         (0, at("version", 0), "is damaged: line 1: version = 0 is unknown"),
         (
@@ -211,20 +227,31 @@ def at(place: Any, value: Any) -> Callable[[Any], Any]:
         (0, at("runs", 1), "line 4: run = 1 is beyond the 1 runs"),
         (1, lambda _: 7, "line 2: a row begins with neither 'token' nor 'step'"),
         (1, at(0, "tokens"), "line 2: a row begins with neither"),
-        (1, lambda row: row[:-1], "line 2: a row of a token has 8 columns"),
+        (1, lambda row: row[:-1], "line 2: a row of a token has 11 columns"),
         (1, at(2, 1.5), "line 2: request = 1.5 is not a whole number"),
         (1, at(2, True), "line 2: request = True is not a whole number"),
         (1, at(2, -1), "line 2: request = -1 is not a whole number"),
         (1, at(2, 1 << 60), "line 2: request = 1152921504606846976 is not a whole number"),
         (1, at(6, 1001), "line 2: the accounts do not add up to the interval"),
-        (1, at(7, {"rent": 1}), "line 2: there is no account 'rent'"),
-        (1, at(7, [1]), r"line 2: spent_ns = \[1\] is no object"),
-        (1, at(8, {"weights": math.nan}), "line 2: weights = nan is not a number"),
-        (1, at(8, {"weights": 10**400}), r"line 2: weights = 10{39}\.\.\. is not a number"),
+        (1, at(8, {"rent": 1}), "line 2: there is no account 'rent'"),
+        (1, at(8, [1]), r"line 2: spent_ns = \[1\] is no object"),
+        (1, at(9, {"weights": math.nan}), "line 2: weights = nan is not a number"),
+        (1, at(9, {"weights": 10**400}), r"line 2: weights = 10{39}\.\.\. is not a number"),
+        (1, at(10, {"weights": 1}), "line 2: there is no account 'weights'"),
+        (1, at(11, "much"), "line 2: joules = 'much' is not a number"),
         (4, at(4, 0), "line 5: the step ends before it begins"),
-        (-1, at("tokens", 4), "line 7: there are 3 tokens and 2 steps, and should be 4 and 2"),
-        (-1, at("spent_ns", {}), "line 7: the totals are not the sums of the rows"),
-        (-1, at("wall_ns", 1), "line 7: the totals are not the sums of the rows"),
+        (4, at(5, 0), "line 5: waited_ns = 0 is no list of 1 times"),
+        (4, at(5, [1, 2]), r"line 5: waited_ns = \[1, 2\] is no list of 1 times"),
+        (6, at(3, "rent"), "line 7: there is no account 'rent'"),
+        (6, at(3, 7), "line 7: there is no account 7"),
+        (0, at("source", "guessed"), "line 1: source = 'guessed' is none of measured, modelled, replayed"),
+        (0, at("meters", "gpu"), "line 1: meters = 'gpu' is no list of names"),
+        (0, at("started_unix_ns", None), r"line 1: started_unix_ns = \(missing\) is not a whole number"),
+        (-1, at("tokens", 4), "line 10: there are 3 tokens and 2 steps, and should be 4 and 2"),
+        (-1, at("spent_ns", {}), "line 10: the totals are not the sums of the rows"),
+        (-1, at("wall_ns", 1), "line 10: the totals are not the sums of the rows"),
+        (-1, at("share", {}), "line 10: the totals are not the sums of the rows"),
+        (-1, at("undelivered", {"flops": 1}), "line 10: the totals are not the sums of the rows"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, line: int, change: Callable[[Any], Any], message: str) -> None:
@@ -255,7 +282,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, line: int, change: Callable[[Any
         (b"HEAD" + b" " * (MAX_LINE_BYTES + 1), "is damaged: line 2 is too long"),
         (b"HEAD", "is truncated: it ends behind line 1, without its totals"),
         (b"HEAD" + b"[1, ", "is truncated: it ends within line 2"),
-        (b"ALL" + b"\n", "is damaged: it goes on behind its end in line 4"),
+        (b"ALL" + b"\n", "is damaged: it goes on behind its end in line 5"),
     ],
     ids=lambda value: value if isinstance(value, str) else "data",
 )
@@ -334,7 +361,7 @@ def test_show(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ledger", "show", str(measured), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["runs"], found["ledger"]["tokens"]) == (RUNS, RUNS * BATCH * TOKENS)
-    times = found["token_times"]
+    times = found["ledger"]["token_times"]
     assert times["count"] == RUNS * BATCH * (TOKENS - 1)
     assert times["p50_seconds"] <= times["p90_seconds"] <= times["p99_seconds"] <= times["max_seconds"]
     slowest = found["ledger"]["worst"]
@@ -355,6 +382,7 @@ def test_the_books_of_a_file_are_those_of_the_benchmark(
     shown = json.loads(capsys.readouterr().out)["ledger"]
     for entry in shown["worst"]:
         entry.pop("run")
+    assert shown["worst"] == measured["worst"]
     for books in (measured, shown):
         for account in books["accounts"].values():
             for name in ("floor_seconds", "tpot_floor_seconds"):
@@ -364,14 +392,18 @@ def test_the_books_of_a_file_are_those_of_the_benchmark(
     assert shown == measured
 
 
+def times_of(books: Recorded) -> TokenTimes:
+    return token_times([books.intervals], [books.run])
+
+
 def test_times_between_tokens() -> None:
     """The first token of a request has none before it; a request's pace is not compared with another's."""
-    found = token_times(recorded({(0, 1): [900 * MS, 10 * MS, 30 * MS, 20 * MS], (1, 1): [5, 40 * MS], (1, 2): [7]}))
+    found = times_of(recorded({(0, 1): [900 * MS, 10 * MS, 30 * MS, 20 * MS], (1, 1): [5, 40 * MS], (1, 2): [7]}))
     assert found.count == 4
     assert (found.p50_seconds, found.p90_seconds, found.max_seconds) == (0.02, 0.04, 0.04)
     assert found.jitter_seconds == pytest.approx((0.02 + 0.01) / 2)
-    assert token_times(recorded({(0, 1): [5]})).p50_seconds is None
-    assert token_times(recorded({(0, 1): [5, 6]})).jitter_seconds is None
+    assert times_of(recorded({(0, 1): [5]})).p50_seconds is None
+    assert times_of(recorded({(0, 1): [5, 6]})).jitter_seconds is None
 
 
 def test_the_cause_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,11 +411,14 @@ def test_the_cause_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[s
     books.intervals.spent[2] = 0
     books.intervals.spent[2, [Account.NEIGHBOURS, Account.KV]] = (33_100_000, 7_900_000)
     books.totals.spent_ns[:] = books.intervals.spent.sum(axis=0)
-    write(tmp_path / "l", books)
-    assert main(["ledger", "show", str(tmp_path / "l")]) == 0
-    text = capsys.readouterr().out
-    assert "waited for longest:\n  request 3 token 2: 41.0 ms, 33.1 ms of it neighbours\n" in text
-    assert "max 41.0 ms; jitter 40.0 ms" in text
+    for beside, cause in ((0, "neighbours"), (512, "a neighbour's prefill of 512 tokens")):
+        books.intervals.beside[2] = beside
+        write(tmp_path / "l", books)
+        assert main(["ledger", "show", str(tmp_path / "l")]) == 0
+        text = capsys.readouterr().out
+        assert f"waited for longest:\n  request 3 token 2: 41.0 ms, 33.1 ms of it {cause}\n" in text
+        assert "max 41.0 ms; jitter 40.0 ms (83% neighbours, 20% kv)" in text
+        assert "the slowest token: 20.0 ms above the mean (83% neighbours, 20% kv)" in text
 
 
 def test_books_without_tokens_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,7 +518,7 @@ def test_a_trace_is_one_of_chromes(measured: Path, tmp_path: Path, capsys: pytes
             assert isinstance(event["args"]["name"], str)
     tracks = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     assert tracks == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
-    assert len(tracks) == RUNS * BATCH + 1
+    assert len(tracks) == RUNS * BATCH + 1 + 1 + 1, "requests, steps, a thread, the host"
     of = {kind: [e for e in events if e.get("cat") == kind] for kind in ("token", "account", "step")}
     assert (len(of["token"]), len(of["step"])) == (len(books.intervals), len(books.steps.step))
     parts = iter(of["account"])

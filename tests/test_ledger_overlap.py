@@ -20,7 +20,7 @@ from gapless.arch.sizes import planned_weights
 from gapless.bench import run_once
 from gapless.ceilings import Ceilings
 from gapless.engine import Engine, Sink
-from gapless.executor.timing import N_COLUMNS, DeviceTimes
+from gapless.executor.timing import N_COLUMNS, DeviceTimes, Source
 from gapless.kernels.count import OpKind, StepCounter
 from gapless.ledger.accounts import Account
 from gapless.ledger.ledger import Ledger
@@ -48,6 +48,8 @@ class SlowDevice(FakeExecutor):
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
+    source = Source.MEASURED
+
     @property
     def profile(self) -> Any:
         return self
@@ -69,7 +71,7 @@ class SlowDevice(FakeExecutor):
     def times(self, stamps: Any) -> DeviceTimes:
         by_kind = np.zeros((len(stamps), N_COLUMNS), np.int64)
         by_kind[:, LINEAR] = stamps[:, 1] - stamps[:, 0]
-        return DeviceTimes(stamps[:, 0], stamps[:, 1], by_kind, np.zeros(len(stamps), np.int64))
+        return DeviceTimes(stamps[:, 0], stamps[:, 1], by_kind, np.zeros((len(stamps), 1), np.int64))
 
     def _serve(self) -> None:
         while True:

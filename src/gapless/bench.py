@@ -14,10 +14,14 @@ from typing import Any
 
 from gapless import __version__
 from gapless.ceilings import Ceilings
+from gapless.energy import EnergyMeter
 from gapless.engine import Engine, EngineStats, Sink
 from gapless.errors import RequestError
 from gapless.kernels.count import StepCounter
 from gapless.ledger import file as ledger_files
+from gapless.ledger.accounts import Account
+from gapless.ledger.budget import WaitingBudget
+from gapless.ledger.ledger import Ledger
 from gapless.ledger.report import summary
 from gapless.llm import LLM
 from gapless.request import FinishReason
@@ -150,7 +154,8 @@ def _summary(
 
 def benchmark(
     llm: LLM, *, batch: int, prompt_tokens: int, output_tokens: int, runs: int, measure: Callable[[], Ceilings],
-    seed: int | None = None, books: bool = True, ledger_file: Path | None = None,
+    seed: int | None = None, books: bool = True, ledger_file: Path | None = None, budget: WaitingBudget | None = None,
+    meter: EnergyMeter | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Medians and spreads of ``runs`` runs with fresh random prompts, after one that warms up; then floors and sizes.
 
@@ -162,11 +167,14 @@ def benchmark(
 
         books: whether a ledger is kept of the runs.
         ledger_file: where it is written.
+        budget: that the books are held against.
+        meter: of the energy used.
 
     Raises:
         GaplessError: there is to be a file, and the executor keeps no time of its steps.
         LedgerFileError: the file cannot be written.
-        RequestError: the tokens of a request do not fit the context, or the requests do not fit the cache together.
+        RequestError: the tokens of a request do not fit the context, or the requests do not fit the cache together; or
+            the floor of a step is above the budget.
     """
     _check_room(llm, batch, prompt_tokens, output_tokens)  # before prompts of any length are drawn
     rng = random.Random(seed)
@@ -178,8 +186,10 @@ def benchmark(
     if ledger_file is not None:
         llm.check_stamped()
     before = measure()
+    if budget is not None:
+        _check_budget(budget, before, llm.executor.counter, batch, prompt_tokens + output_tokens // 2)
     run_once(llm, prompts(), min(output_tokens, 8))
-    ledger = llm.keep_books(before) if books and llm.executor.profile is not None else None
+    ledger = llm.keep_books(before, meter) if books and llm.executor.profile is not None else None
     recorder = None if ledger is None or ledger_file is None else ledger_files.Recorder(ledger)
     results = []
     for _ in range(runs):
@@ -188,7 +198,7 @@ def benchmark(
             recorder.end_run()
     llm.engine.ledger = None
     if recorder is not None and ledger_file is not None:
-        facts = _facts(llm, batch, prompt_tokens, output_tokens, runs, before)
+        facts = _facts(llm, batch, prompt_tokens, output_tokens, runs, recorder.ledger)
         ledger_files.write(ledger_file, recorder.recorded(facts))
     ceilings = before.highest(measure())
     medians, spread = _medians(results)
@@ -201,7 +211,7 @@ def benchmark(
         **medians,
         "spread": spread,
         **_floors(llm.executor.counter, medians, batch, prompt_tokens, output_tokens, ceilings),
-        "ledger": None if ledger is None else summary(ledger),
+        "ledger": None if ledger is None else summary(ledger, budget),
         "weights_bytes": held_bytes(llm),
         "kv_bytes": getattr(llm.executor, "kv_bytes", 0),
         "threads": _threads(llm),
@@ -210,13 +220,28 @@ def benchmark(
     }
 
 
+def _check_budget(budget: WaitingBudget, ceilings: Ceilings, counter: StepCounter, batch: int, context: int) -> None:
+    """Before anything is run: nobody should wait for what cannot be. Raises RequestError."""
+    work = counter.count([(context, 1)] * batch).total
+    bound = Account.COMPUTE if ceilings.bound(work) == "arithmetic" else Account.WEIGHTS
+    budget.shared({bound: ceilings.floor_s(work)})
+
+
 def _facts(
-    llm: LLM, batch: int, prompt_tokens: int, output_tokens: int, runs: int, ceilings: Ceilings
+    llm: LLM, batch: int, prompt_tokens: int, output_tokens: int, runs: int, ledger: Ledger
 ) -> ledger_files.Facts:
-    isa = getattr(llm.executor, "isa", None)
-    name = llm.name.encode(errors="replace").decode()  # a path need not be text
     return ledger_files.Facts(
-        name, batch, prompt_tokens, output_tokens, runs, _threads(llm), isa, ceilings, __version__
+        model=llm.name.encode(errors="replace").decode(),  # a path need not be text
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        runs=runs,
+        threads=_threads(llm),
+        isa=getattr(llm.executor, "isa", None),
+        ceilings=ledger.ceilings,
+        gapless=__version__,
+        source=ledger.source,
+        meters=() if ledger.meter is None else ledger.meter.parts,
     )
 
 

@@ -53,14 +53,10 @@ class FloorReport:
     bound: str
 
 
-def known_ceilings(
-    threads: int, working_set_bytes: int, isa: str, progress: Callable[[str], None] | None = None
-) -> Ceilings:
-    """Those that were measured before, or measured now where none were."""
+def known_ceilings(threads: int, working_set_bytes: int, isa: str) -> Ceilings | None:
+    """Those that were measured before."""
     found = measured.stored(processor_name(), threads, isa)
-    if found is not None:
-        return found.ceilings(working_set_bytes)
-    return measure_ceilings(threads, working_set_bytes, isa, progress)
+    return None if found is None else found.ceilings(working_set_bytes)
 
 
 def measure_ceilings(

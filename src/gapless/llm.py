@@ -21,6 +21,7 @@ from gapless.arch.spec import ModelSpec
 from gapless.ceilings import Ceilings
 from gapless.checks import RANGES, flag, shown, whole
 from gapless.collect import Collector
+from gapless.energy import EnergyMeter
 from gapless.engine import Engine, EngineStats, EngineThread
 from gapless.errors import ExecutorError, GaplessError, RequestError
 from gapless.executor.open import open_cpu, open_reference
@@ -143,12 +144,14 @@ class LLM:
         """The books, if they are kept."""
         return self.engine.ledger
 
-    def keep_books(self, ceilings: Ceilings) -> Ledger:
+    def keep_books(self, ceilings: Ceilings, meter: EnergyMeter | None = None) -> Ledger:
         """Begin a ledger: from now on the time of every token is booked, beside the floor that these ceilings give.
+
+        With a meter, which stays the caller's to close, the joules too.
 
         Raises GaplessError where the executor's steps are not stamped.
         """
-        ledger = Ledger(self.check_stamped(), self.executor.counter, ceilings)
+        ledger = Ledger(self.check_stamped(), self.executor.counter, ceilings, meter)
         begun = self.engine.call(lambda: setattr(self.engine, "ledger", ledger))
         self._thread.wake()
         begun.result()

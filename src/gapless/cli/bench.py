@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gapless.checks import RANGES
+from gapless.cli.books import budget_option, metering, parse_budget, show_books
 from gapless.cli.options import EngineOptions, engine_options, json_option, model_argument
 from gapless.cli.output import note, write, write_json
 from gapless.errors import RequestError
@@ -17,6 +18,7 @@ from gapless.units import format_bytes, format_count, format_si
 
 if TYPE_CHECKING:
     from gapless.ceilings import Ceilings
+    from gapless.ledger.budget import WaitingBudget
     from gapless.llm import LLM
     from gapless.sweep import Over
 
@@ -39,6 +41,7 @@ _RUNS = click.IntRange(1, 1000)
 @click.option("--ledger/--no-ledger", "books", default=True, help="Book where the time of every token went.")
 @click.option("--ledger-file", type=click.Path(path_type=Path), metavar="FILE",
               help="Write the books of every token here, for 'gapless ledger'; gzip if it ends in .gz.")  # fmt: skip
+@budget_option
 @engine_options
 @json_option
 def command(
@@ -53,6 +56,7 @@ def command(
     plot_file: str | None,
     books: bool,
     ledger_file: Path | None,
+    budget: str | None,
     engine: EngineOptions,
     as_json: bool,
 ) -> None:
@@ -67,7 +71,8 @@ def command(
     from gapless.doctor import measure_ceilings
     from gapless.llm import DEFAULT_RUNNING
 
-    _check_sweep(over, values, csv_file, plot_file, books, ledger_file)
+    _check_sweep(over, values, csv_file, plot_file, books, ledger_file, budget)
+    waiting = _checked_budget(budget, books, engine)
     asked = _values(values)
     if over == "batch":
         batch = max(asked or sweep.VALUES["batch"])
@@ -75,7 +80,7 @@ def command(
         _check_file(ledger_file, books, engine)
     if engine.max_running is None:
         engine = replace(engine, max_running=max(DEFAULT_RUNNING, batch))
-    with engine.open(model) as llm:
+    with metering(books) as (meter, unmetered), engine.open(model) as llm:
         measure = partial(measure_ceilings, engine.compute_threads, held_bytes(llm), engine.isa, note)
         if over is not None:
             _sweep(llm, over, asked, batch, prompt_tokens, output_tokens, runs, measure, csv_file, plot_file, as_json)
@@ -89,11 +94,19 @@ def command(
             measure=measure,
             books=books,
             ledger_file=ledger_file,
+            budget=waiting,
+            meter=meter,
         )
+    result["meters"] = [] if meter is None else meter.parts
     if as_json:
         write_json(result)
-    else:
-        _print(result)
+        return
+    _print(result)
+    if meter is None and books:
+        write(f"energy: not known: {unmetered}")
+    elif meter is not None:
+        for what in (*meter.left_out, *([meter.failed] if meter.failed else [])):
+            write(f"energy: without {what}")
 
 
 def _check_file(path: Path, books: bool, engine: EngineOptions) -> None:
@@ -107,9 +120,19 @@ def _check_file(path: Path, books: bool, engine: EngineOptions) -> None:
     check_writable(path, "ledger-file")
 
 
+def _checked_budget(text: str | None, books: bool, engine: EngineOptions) -> WaitingBudget | None:
+    """Raises RequestError for one that is none, or that no books can be held against."""
+    budget = parse_budget(text)
+    if budget is not None and not books:
+        raise RequestError("--waiting-budget needs the books that --no-ledger leaves out", "give one of the two")
+    if budget is not None and engine.executor == "reference":
+        raise RequestError("the reference executor keeps no time of its steps", "use the executor cpu")
+    return budget
+
+
 def _check_sweep(
     over: Over | None, values: str | None, csv_file: str | None, plot_file: str | None, books: bool,
-    ledger_file: Path | None,
+    ledger_file: Path | None, budget: str | None,
 ) -> None:  # fmt: skip
     """Raises UsageError for options that need another."""
     given = {"--values": values, "--csv": csv_file, "--plot": plot_file}
@@ -118,6 +141,8 @@ def _check_sweep(
             raise click.UsageError(f"{name} is of a sweep: give --sweep too", click.get_current_context())
     if over is not None and ledger_file is not None:
         raise click.UsageError("--ledger-file is of one load: leave --sweep out", click.get_current_context())
+    if over is not None and budget is not None:
+        raise click.UsageError("--waiting-budget is of one load: leave --sweep out", click.get_current_context())
     if over is not None and not books:
         raise click.UsageError("--sweep books every token: leave --no-ledger out", click.get_current_context())
     if plot_file is not None and not plot_file.lower().endswith((".svg", ".png")):
@@ -174,11 +199,8 @@ def _print(r: dict[str, Any]) -> None:
     for name, text in lines:
         write(f"{name:8} {text}")
     if r["ledger"] is not None:
-        from gapless.ledger.report import lines as of_books
-
         write()
-        for text in of_books(r["ledger"]):
-            write(text)
+        show_books(r["ledger"], n_worst=len(r["ledger"]["worst"]))
 
 
 def _decode(r: dict[str, Any]) -> str:

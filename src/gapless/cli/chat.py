@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gapless.cli.books import UNMEASURED, keep_books, note_books
 from gapless.cli.options import EngineOptions, engine_options, json_option_of, model_argument, sampling_options
 from gapless.cli.output import ErrorReport, cut_mark, note, printable, report_error, write, write_json
 from gapless.cli.streams import valid_text
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, str]]
 
-_HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
+N_WORST = 3  # of the tokens that were waited for longest are named
+
+_HELP = "/reset begins anew, /ledger says where the time went, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
 
 @click.command("chat")
@@ -32,7 +35,8 @@ _HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 def command(model: str, system: str | None, sampling: SamplingParams, engine: EngineOptions, as_json: bool) -> None:
     """Talk with a model. Lines of standard input are questions.
 
-    A line /reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer. No question begins with a slash.
+    A line /reset begins anew, /ledger says where the time of the tokens has gone, /exit or Ctrl-D leaves, Ctrl-C ends
+    an answer. No question begins with a slash.
 
     With --json there is an object on a line for each question: the answer, or {"error": ...}; the conversation goes on
     without a question that failed.
@@ -44,16 +48,29 @@ def command(model: str, system: str | None, sampling: SamplingParams, engine: En
         llm.template  # noqa: B018  (a model without one is an error now, not after the first question)
         if not as_json:
             note(f"{llm.name}: {_HELP}")
+        keep_books(llm, engine, asked=False)
         messages = list(first)
         while (line := _read(as_json)) is not None:
             if line == "/exit":
                 break
             if line == "/reset":
                 messages = list(first)
+            elif line == "/ledger":
+                _show_books(llm)
             elif line.startswith("/"):
                 note(f"{printable(line.split()[0])} is no command: {_HELP}")
             elif line:
                 messages = _turn(llm, messages, line, sampling, as_json)
+
+
+def _show_books(llm: LLM) -> None:
+    from gapless.ledger.report import summary
+
+    ledger = llm.ledger
+    if ledger is None:
+        return note(UNMEASURED)
+    llm.settle()
+    note_books(summary(ledger), n_worst=N_WORST)
 
 
 def _read(as_json: bool) -> str | None:

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gapless.cli.books import show_books
 from gapless.cli.options import DEFAULT_MODEL, EngineOptions, engine_options, json_option
 from gapless.cli.output import note, write, write_json
 from gapless.units import format_bytes, format_count, format_si
 
 if TYPE_CHECKING:
+    from gapless.ceilings import Ceilings
+    from gapless.ledger.ledger import Ledger
     from gapless.llm import LLM
     from gapless.outputs import RequestOutput
 
@@ -50,11 +53,13 @@ def command(engine: EngineOptions, as_json: bool) -> None:
     started = time.perf_counter()
     with engine.open(DEFAULT_MODEL) as llm:
         load_s = time.perf_counter() - started
+        ceilings, ledger = _books(llm, engine)
         outputs, run = _answer(llm, show=not as_json)
         at_once = min(len(QUESTIONS), engine.max_running or len(QUESTIONS))
         result = {"model": llm.name, "load_s": load_s, "at_once": at_once, **run}
         result |= {"executor": engine.executor, "float_weights": engine.float_weights}
-        result |= _floor(llm, engine, at_once, run["tpot_s"])
+        result |= _floor(llm, ceilings, engine.compute_threads, at_once, run["tpot_s"])
+        result["ledger"] = None if ledger is None else _settled(llm, ledger)
     result["answers"] = [
         {"question": question, "text": output.text, "finish_reason": output.finish_reason}
         for question, output in zip(QUESTIONS, outputs, strict=True)
@@ -99,13 +104,24 @@ def _tpot_s(outputs: Sequence[RequestOutput]) -> float | None:
     return statistics.fmean(gaps) if gaps else None
 
 
-def _floor(llm: LLM, engine: EngineOptions, batch: int, tpot_s: float | None) -> dict[str, Any]:
-    """The least time that this machine needs for a step of ``batch`` questions, in the middle of the answers."""
+def _books(llm: LLM, engine: EngineOptions) -> tuple[Ceilings, Ledger | None]:
+    """What the machine can do, and a ledger of what follows if the executor keeps the time of its steps."""
     from gapless.bench import held_bytes
     from gapless.doctor import measure_ceilings
 
-    threads = engine.compute_threads
-    ceilings = measure_ceilings(threads, held_bytes(llm), engine.isa, note)
+    ceilings = measure_ceilings(engine.compute_threads, held_bytes(llm), engine.isa, note)
+    return ceilings, None if llm.executor.profile is None else llm.keep_books(ceilings)
+
+
+def _settled(llm: LLM, ledger: Ledger) -> dict[str, Any]:
+    from gapless.ledger.report import summary
+
+    llm.settle()
+    return summary(ledger)
+
+
+def _floor(llm: LLM, ceilings: Ceilings, threads: int, batch: int, tpot_s: float | None) -> dict[str, Any]:
+    """The least time that this machine needs for a step of ``batch`` questions, in the middle of the answers."""
     work = llm.executor.counter.count([(MAX_TOKENS // 2, 1)] * batch).total
     floor_s = ceilings.floor_s(work)
     return {
@@ -132,6 +148,9 @@ def _explain(r: dict[str, Any]) -> None:
         write("Computed with float32 weights, as asked for.")
     for line in _limits(r):
         write(line)
+    if r["ledger"] is not None:
+        write("\nWhere the time of a token went:")
+        show_books(r["ledger"], n_worst=1)
     prefix = ".venv/bin/" if Path(".venv/bin/gapless").exists() else ""
     write("\nTry next:")
     width = max(len(args) for args, _ in NEXT)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from gapless.cli.books import budget_option, keep_books, metering, note_books, parse_budget
 from gapless.cli.options import (
     EngineOptions,
     engine_options,
@@ -15,12 +17,15 @@ from gapless.cli.options import (
     sampling_options,
 )
 from gapless.cli.output import note, printable, write, write_json
+from gapless.errors import RequestError
 from gapless.outputs import Completion, RequestOutput, StreamPiece
 from gapless.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from gapless.ledger.budget import WaitingBudget
     from gapless.ledger.ledger import Ledger
-    from gapless.llm import LLM
+
+N_WORST = 3  # of the tokens that were waited for longest are named
 
 
 @click.command("generate")
@@ -30,7 +35,9 @@ if TYPE_CHECKING:
               help="The same from a file, without its last newline; - is stdin. Files come after texts.")  # fmt: skip
 @click.option("--priority", "priorities", type=int, multiple=True, metavar="N",
               help="For --policy priority, the greatest first: one for all prompts, or one for each.")  # fmt: skip
-@click.option("--ledger", "books", is_flag=True, help="Say on standard error where the time of the tokens went.")
+@click.option("--ledger/--no-ledger", "books", default=None,
+              help="Say on standard error where the time went  [default: to a terminal]")  # fmt: skip
+@budget_option
 @click.option("--chat", is_flag=True, help="Put each prompt as a question, in the model's chat format.")
 @sampling_options(samples=True, max_tokens=256)
 @engine_options
@@ -40,7 +47,8 @@ def command(
     prompts: tuple[str, ...],
     files: tuple[str, ...],
     priorities: tuple[int, ...],
-    books: bool,
+    books: bool | None,
+    budget: str | None,
     chat: bool,
     sampling: SamplingParams,
     engine: EngineOptions,
@@ -56,32 +64,30 @@ def command(
         raise click.UsageError("--logprobs needs --json: text has no place for them", click.get_current_context())
     texts = read_prompts(prompts, files)
     priority = priorities if len(priorities) > 1 else (*priorities, 0)[0]
+    waiting = parse_budget(budget)
+    wanted = waiting is not None or (sys.stderr.isatty() if books is None else books)
     writer = None if as_json else InOrder(len(texts), sampling.n)
-    with engine.open(model) as llm:
+    with metering(wanted) as (meter, _), engine.open(model) as llm:
         asked = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
-        ledger = _keep_books(llm, engine) if books else None
+        ledger = keep_books(llm, engine, bool(books) or waiting is not None, meter) if wanted else None
         outputs = llm.generate(asked, sampling, on_text=None if writer is None else writer.take, priority=priority)
         if ledger is not None:
             llm.settle()
-            _show_books(ledger)
+            _show_books(ledger, waiting)
     if as_json:
         objects = [_object(number, output, c) for number, output in enumerate(outputs) for c in output.outputs]
         write_json(objects[0] if len(objects) == 1 else objects)
 
 
-def _keep_books(llm: LLM, engine: EngineOptions) -> Ledger:
-    from gapless.bench import held_bytes
-    from gapless.doctor import known_ceilings
-    from gapless.kernels.cpu.isa import select
+def _show_books(ledger: Ledger, budget: WaitingBudget | None) -> None:
+    """On standard error; the answer stands, whatever is wrong with the budget."""
+    from gapless.ledger.report import summary
 
-    return llm.keep_books(known_ceilings(engine.compute_threads, held_bytes(llm), select(engine.isa).name, note))
-
-
-def _show_books(ledger: Ledger) -> None:
-    from gapless.ledger.report import lines, summary
-
-    for line in ("", *lines(summary(ledger))):
-        note(line)
+    try:
+        note_books(summary(ledger, budget), n_worst=N_WORST)
+    except RequestError as problem:
+        note_books(summary(ledger), n_worst=N_WORST)
+        note(f"{problem.problem}; {problem.remedy}")
 
 
 class InOrder:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from gapless.cli.books import budget_option, parse_budget, show_books
 from gapless.cli.options import json_option
 from gapless.cli.output import note, printable, write, write_json
 from gapless.errors import RequestError
 from gapless.units import format_bytes, format_count, format_si
 
 if TYPE_CHECKING:
-    from gapless.ledger.compare import Change, TokenTimes
+    from gapless.ledger.compare import Change
     from gapless.ledger.file import Facts
 
 _FILE = click.Path(path_type=Path)
@@ -33,32 +34,34 @@ def command(ctx: click.Context) -> None:
 
 @command.command("show")
 @click.argument("file", type=_FILE)
+@budget_option
 @json_option
-def show(file: Path, as_json: bool) -> None:
+def show(file: Path, budget: str | None, as_json: bool) -> None:
     """Where the time of every token went, how evenly tokens came, and the ten that were waited for longest.
 
     The time between tokens is that between two tokens of a request as its reader has them. Of it are given the
     percentiles and the jitter: the mean difference, without its sign, of a time and the one before it.
     """
-    from gapless.ledger.compare import token_times, worst
+    from gapless.ledger.compare import worst
     from gapless.ledger.file import read
-    from gapless.ledger.report import lines, summary_of
+    from gapless.ledger.report import summary_of, with_budget
+    from gapless.ledger.stability import token_times
 
+    waiting = parse_budget(budget)
     recorded = read(file)
-    slowest = worst(recorded)
-    books = summary_of(recorded.totals, [token for _, token in slowest])
-    for entry, (run, _) in zip(books["worst"], slowest, strict=True):
-        entry["run"] = run
-    times = token_times(recorded)
+    slowest, times = worst(recorded), token_times([recorded.intervals], [recorded.run])
+    books = summary_of(recorded.totals, [token for _, token in slowest], times, recorded.facts.source)
+    if recorded.facts.runs > 1:
+        for entry, (run, _) in zip(books["worst"], slowest, strict=True):
+            entry["run"] = run
+    if waiting is not None:
+        books = with_budget(books, waiting, [recorded.intervals])
     if as_json:
-        write_json({**asdict(recorded.facts), "ledger": books, "token_times": times})
+        write_json({**asdict(recorded.facts), "ledger": books})
         return
-    for text in (*_facts(recorded.facts), "", *lines(books), "", *_times(times)):
+    for text in (*_facts(recorded.facts), ""):
         write(printable(text))
-    if slowest:
-        write("waited for longest:")
-    for entry in books["worst"]:
-        write(f"  {_sentence(entry, recorded.facts.runs)}")
+    show_books(books, n_worst=len(slowest))
 
 
 def _facts(f: Facts) -> tuple[str, ...]:
@@ -66,24 +69,6 @@ def _facts(f: Facts) -> tuple[str, ...]:
         f"model    {f.model}, {format_count(f.threads, 'thread')}, {f.isa or 'reference'}; gapless {f.gapless}",
         f"load     batch {f.batch}, {f.prompt_tokens} + {f.output_tokens} tokens, {format_count(f.runs, 'run')}",
     )
-
-
-def _times(t: TokenTimes) -> tuple[str, ...]:
-    if t.p50_seconds is None:
-        return ("between tokens: no request has two",)
-    parts = (("p50", t.p50_seconds), ("p90", t.p90_seconds), ("p99", t.p99_seconds), ("max", t.max_seconds))
-    text = ", ".join(f"{name} {_time(seconds)}" for name, seconds in parts)
-    return (f"between tokens: {text}; jitter {_time(t.jitter_seconds)}",)
-
-
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else format_si(seconds, "s")
-
-
-def _sentence(w: dict[str, Any], n_runs: int) -> str:
-    run = f"run {w['run']} " if n_runs > 1 else ""
-    cause = f"{_time(w['cause_seconds'])} of it {w['cause']}"
-    return f"{run}request {w['request']} token {w['token']}: {_time(w['seconds'])}, {cause}"
 
 
 # --- diff
@@ -129,7 +114,7 @@ def _row(c: Change) -> str:
     between = ""
     if c.interval_seconds is not None and c.significant:
         near, far = sorted(map(abs, c.interval_seconds))
-        between = f", by {_time(near)} to {_time(far)}"
+        between = f", by {format_si(near, 's')} to {format_si(far, 's')}"
     return f"{c.account:12} {numbers}  {c.verdict}{between}"
 
 

@@ -97,7 +97,9 @@ class CpuExecutor:
         self._kinds = self._arena.take(8 * len(kinds)).view(np.int64)
         self._kinds[:] = kinds
         self._stamps = self._arena.take(8 * self.n_threads * (len(kinds) + 1))
-        self._tallies = [self._arena.take(8 * abi.TALLY_WORDS).view(np.int64) for _ in range(self._depth)]
+        self._tallies = [
+            self._arena.take(8 * (abi.TALLY_THREADS + self.n_threads)).view(np.int64) for _ in range(self._depth)
+        ]
         self._tape_at = address_of(self._tape)
         self.weights_bytes = packed.nbytes
         self.kv_bytes = pool.nbytes

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from gapless.executor.timing import N_COLUMNS, SAMPLE_COLUMN, DeviceTimes
+from gapless.executor.timing import N_COLUMNS, SAMPLE_COLUMN, DeviceTimes, Source
 from gapless.kernels.count import OpKind
 from gapless.kernels.cpu import abi
 from gapless.kernels.cpu.arena import Arena, address_of
@@ -43,7 +43,9 @@ def kind_of(kernel: str, rows: int) -> int:
 
 
 class TapeProfile:
-    """Reads the tallies of steps: what their stamps have been added up to (``abi.TALLY_WORDS``)."""
+    """Reads the tallies of steps: what their stamps have been added up to (``abi.TALLY_FIRST`` and behind it)."""
+
+    source = Source.MEASURED
 
     def __init__(self, kernels: Kernels, arena: Arena, n_threads: int) -> None:
         self._stamp = kernels.function("stamp", 1)
@@ -63,7 +65,7 @@ class TapeProfile:
         return took, int(self._word[0]), before + took // 2
 
     def times(self, stamps: Ints) -> DeviceTimes:
-        """What the tallies of steps say: (steps, TALLY_WORDS), in the order in which they ran.
+        """What the tallies of steps say: (steps, TALLY_THREADS + n_threads), in the order in which they ran.
 
         The counter is read beside the clock at every call and taken to run evenly in between.
         """
@@ -73,6 +75,6 @@ class TapeProfile:
         first, last = stamps[:, abi.TALLY_FIRST], stamps[:, abi.TALLY_LAST]
         begun = np.rint((first - since[0]) * rate).astype(np.int64) + since[1]
         ended = begun + np.ceil((last - first) * rate).astype(np.int64)
-        each = stamps[:, abi.TALLY_SYNC : abi.TALLY_COLUMNS + N_COLUMNS] * (rate / self._n_threads)
-        spent = each.astype(np.int64)
-        return DeviceTimes(begun, ended, spent[:, 1:], spent[:, 0])
+        each = stamps[:, abi.TALLY_COLUMNS : abi.TALLY_COLUMNS + N_COLUMNS] * (rate / self._n_threads)
+        waited = stamps[:, abi.TALLY_THREADS :] * rate
+        return DeviceTimes(begun, ended, each.astype(np.int64), waited.astype(np.int64))

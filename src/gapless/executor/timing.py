@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,14 @@ SAMPLE_COLUMN = len(OpKind)  # of ``DeviceTimes.by_kind``, behind those of the v
 N_COLUMNS = SAMPLE_COLUMN + 1
 
 
+class Source(StrEnum):
+    """Where the times of steps come from."""
+
+    MEASURED = "measured"
+    MODELLED = "modelled"
+    REPLAYED = "replayed"
+
+
 @dataclass(frozen=True)
 class DeviceTimes:
     """Times of steps on the device, in nanoseconds of ``time.perf_counter_ns``.
@@ -23,17 +32,26 @@ class DeviceTimes:
     Attributes:
         begun, ended: (steps,).
         by_kind: (steps, N_COLUMNS), the mean over threads of the time in operations of a kind.
-        sync: (steps,), the mean over threads of the time that they waited for others.
+        waited: (steps, threads), for how long each thread waited for others.
     """
 
     begun: Ints
     ended: Ints
     by_kind: Ints
-    sync: Ints
+    waited: Ints
+
+    @property
+    def sync(self) -> Ints:
+        """(steps,), the mean over threads of the time that they waited."""
+        sync: Ints = self.waited.sum(axis=1) // max(self.waited.shape[1], 1)
+        return sync
 
 
 class StepProfile(Protocol):
     """What the stamps of steps say."""
+
+    @property
+    def source(self) -> Source: ...
 
     def times(self, stamps: Any) -> DeviceTimes:
         """Of steps in the order in which they ran, their stamps stacked along the first axis."""

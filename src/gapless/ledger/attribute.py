@@ -18,6 +18,7 @@ from gapless.ceilings import Ceilings
 from gapless.executor.timing import N_COLUMNS, SAMPLE_COLUMN, DeviceTimes
 from gapless.kernels.count import OpKind, StepCounter, Steps
 from gapless.ledger.accounts import N_ACCOUNTS, Account
+from gapless.ledger.shares import Keys, shares
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -55,14 +56,14 @@ class Booked:
     Attributes:
         device: (spans, accounts), what each span's step is booked to for its request; adds up to the step's time.
         floor: (spans, accounts), the floor of that. Both in nanoseconds.
-        flops, weight_bytes, kv_bytes: of all steps, once each.
+        share: (spans, N_SHARES), what of each step is the request's when it is divided.
+        beside: (spans,), prompt tokens of others in its step.
     """
 
     device: Ints
     floor: Floats
-    flops: int
-    weight_bytes: int
-    kv_bytes: int
+    share: Ints
+    beside: Ints
 
 
 def attribute(counter: StepCounter, ceilings: Ceilings, times: DeviceTimes, spans: SpanColumns) -> Booked:
@@ -90,8 +91,18 @@ def attribute(counter: StepCounter, ceilings: Ceilings, times: DeviceTimes, span
     device[:, Account.NEIGHBOURS] = (by_kind - own).sum(axis=1)
     device[:, Account.SYNC] = times.sync[of]
     device[:, Account.LAUNCH] = (times.ended - times.begun)[of] - device.sum(axis=1)
-    flops, weights, read, written = np.sum([work[:4, :n_steps].sum(axis=1) for work in works.values()], axis=0).tolist()
-    return Booked(device[variant], floor[variant], flops, weights, read + written)
+    divided = shares(works, bound, times, Keys.of(spans.step, spans.start, spans.count, spans.sample))
+    return Booked(device[variant], floor[variant], divided, _beside(n_steps, spans))
+
+
+def _beside(n_steps: int, spans: SpanColumns) -> Ints:
+    """Of each span the prompt tokens of others in its step."""
+    mine = np.where(spans.prompt, spans.count, 0)
+    if not mine.any():
+        return mine
+    of_step: Ints = np.bincount(spans.step, mine, n_steps).astype(np.int64)
+    beside: Ints = of_step[spans.step] - mine
+    return beside
 
 
 def _variants(n_steps: int, spans: SpanColumns) -> tuple[Steps, Ints]:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gapless.ledger.accounts import N_ACCOUNTS, Account
+from gapless.ledger.shares import N_SHARES
 from gapless.ledger.timeline import Timeline
 
 Ints = npt.NDArray[np.int64]
@@ -47,6 +48,9 @@ class Chunk:
         taken: when its reader had it, or ``NEVER``.
         device: (spans, accounts), what the step's time on the device is booked to for this request.
         floor: (spans, accounts), the floor of that in nanoseconds.
+        share: (spans, N_SHARES), what of the step is this request's when it is divided.
+        beside: (spans,), prompt tokens of others in the step.
+        joules: (spans,), the request's; not a number where it is unknown.
         arrivals: of requests that have come, their time.
         preemptions: of requests that were thrown out, when.
         ended_requests: of which no more is to come.
@@ -67,6 +71,9 @@ class Chunk:
     taken: Ints
     device: Ints
     floor: Floats
+    share: Ints
+    beside: Ints
+    joules: Floats
     arrivals: dict[int, int]
     preemptions: list[tuple[int, int]]
     ended_requests: list[int]
@@ -83,9 +90,20 @@ class Intervals:
     end: Ints
     spent: Ints  # (intervals, accounts)
     floor: Floats  # (intervals, accounts)
+    share: Ints  # (intervals, N_SHARES)
+    beside: Ints  # prompt tokens of others in its steps
+    joules: Floats  # not a number where they are unknown
 
     def __len__(self) -> int:
         return len(self.request)
+
+
+# Columns that are summed over the spans of an interval.
+_SPENT, _SHARE = slice(0, N_ACCOUNTS), slice(N_ACCOUNTS, N_ACCOUNTS + N_SHARES)
+_BESIDE = N_ACCOUNTS + N_SHARES
+_N_COUNTS = _BESIDE + 1
+_FLOOR, _JOULES = slice(0, N_ACCOUNTS), N_ACCOUNTS
+_N_REALS = _JOULES + 1
 
 
 @dataclass
@@ -98,8 +116,8 @@ class _Open:
     started: bool = False
     computed: int = 0  # positions, at most, that a step of its has ended at
     preempted: int = NEVER  # when it was thrown out, if it has not been planned since
-    spent: Ints = field(default_factory=lambda: np.zeros(N_ACCOUNTS, np.int64))
-    floor: Floats = field(default_factory=lambda: np.zeros(N_ACCOUNTS))
+    counts: Ints = field(default_factory=lambda: np.zeros(_N_COUNTS, np.int64))  # of the interval that is open
+    reals: Floats = field(default_factory=lambda: np.zeros(_N_REALS))
 
 
 class Books:
@@ -107,6 +125,7 @@ class Books:
 
     def __init__(self) -> None:
         self.hidden = np.zeros(N_ACCOUNTS, np.int64)  # what the host did while the device ran
+        self.undelivered = np.zeros(N_SHARES, np.int64)  # shares of steps behind the last token of a request
         self._seen = NEVER  # the end of the last step
         self._open: dict[int, _Open] = {}
         self._times = self._accounts = self._begun = self._ended = np.zeros(0, np.int64)
@@ -125,7 +144,9 @@ class Books:
         intervals = self._intervals(chunk, timeline)
         self._add_hidden(chunk, timeline)
         for request in chunk.ended_requests:
-            self._open.pop(request, None)
+            ended = self._open.pop(request, None)
+            if ended is not None:
+                self.undelivered = self.undelivered + ended.counts[_SHARE]
         self._forget()
         return intervals
 
@@ -151,8 +172,9 @@ class Books:
         spans = _Spans(chunk, order, self._open)
         spans.preempted = self._preemptions(chunk, spans)
         spent = spans.device_accounts() + spans.before(timeline) + spans.behind(timeline)
-        floor = chunk.floor[order]
-        return self._complete(spans, spent, floor)
+        counts = np.concatenate([spent, chunk.share[order], chunk.beside[order][:, None]], axis=1)
+        reals = np.concatenate([chunk.floor[order], chunk.joules[order][:, None]], axis=1)
+        return self._complete(spans, counts, reals)
 
     def _preemptions(self, chunk: Chunk, spans: _Spans) -> Ints:
         """For each span when its request was last thrown out since the span before, or ``NEVER``."""
@@ -171,14 +193,14 @@ class Books:
                 self._open[request].preempted = time
         return found
 
-    def _complete(self, spans: _Spans, spent: Ints, floor: Floats) -> Intervals:
+    def _complete(self, spans: _Spans, counts: Ints, reals: Floats) -> Intervals:
         """Sum spans up to intervals; what is not complete is kept with its request."""
         ends = spans.taken != NEVER
         which = np.cumsum(ends) - ends  # spans of a request before its next token belong to that token's interval
         n = int(ends.sum())
         begin = np.full(n, NEVER, np.int64)
         complete = spans.completes()
-        sums, floors = (_summed(rows[complete], which[complete], n) for rows in (spent, floor))
+        sums, real_sums = (_summed(rows[complete], which[complete], n) for rows in (counts, reals))
         request, end = spans.request[ends], spans.reached[ends]
         token = np.zeros(n, np.int64)
         # Requests one by one: of each the interval that was open, and the one that stays so.
@@ -188,22 +210,27 @@ class Books:
             mine = slice(int(which[first]), int(which[last] + ends[last]))
             count = mine.stop - mine.start
             if count:
-                sums[mine.start] += known.spent
-                floors[mine.start] += known.floor
+                sums[mine.start] += known.counts
+                real_sums[mine.start] += known.reals
                 begin[mine.start] = known.begin
                 begin[mine.start + 1 : mine.stop] = end[mine.start : mine.stop - 1]
                 token[mine] = known.n_tokens + np.arange(count)
                 known.n_tokens += count
                 known.begin = int(end[mine.stop - 1])
-                known.spent, known.floor = np.zeros(N_ACCOUNTS, np.int64), np.zeros(N_ACCOUNTS)
+                known.counts, known.reals = np.zeros(_N_COUNTS, np.int64), np.zeros(_N_REALS)
             rest = slice(last + 1 - int((~complete[first : last + 1]).sum()), last + 1)
-            known.spent = known.spent + spent[rest].sum(axis=0)
-            known.floor = known.floor + floor[rest].sum(axis=0)
+            if rest.start < rest.stop:
+                known.counts = known.counts + counts[rest].sum(axis=0)
+                known.reals = known.reals + reals[rest].sum(axis=0)
             known.since = max(int(spans.reached[last]), known.since)
             known.started = True
             known.computed = max(known.computed, int((spans.start + spans.count)[first : last + 1].max()))
-        sums[:, Account.UNACCOUNTED] += end - begin - sums.sum(axis=1)
-        return Intervals(request, token, spans.step[ends], begin, end, sums, floors)
+        spent = sums[:, _SPENT]
+        spent[:, Account.UNACCOUNTED] += end - begin - spent.sum(axis=1)
+        floor, joules = real_sums[:, _FLOOR], real_sums[:, _JOULES]
+        return Intervals(
+            request, token, spans.step[ends], begin, end, spent, floor, sums[:, _SHARE], sums[:, _BESIDE], joules
+        )
 
 
 class _Spans:

@@ -1,4 +1,4 @@
-"""What recorded ledgers say: how evenly tokens came, which were waited for longest, and what two runs differ in."""
+"""What recorded ledgers say: which tokens were waited for longest, and what two runs differ in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gapless.ledger.accounts import Account
 from gapless.ledger.file import Facts, Recorded
-from gapless.ledger.ledger import N_WORST, WorstToken
+from gapless.ledger.ledger import WorstToken, worst_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -21,56 +21,9 @@ IN_ALL = "in all"
 _ANGLES = 100_001
 
 
-@dataclass(frozen=True)
-class TokenTimes:
-    """Times between tokens of a request, its first token left out; seconds.
-
-    Attributes:
-        count: of them.
-        p50_seconds, p90_seconds, p99_seconds: the least time that so many percent do not exceed.
-        jitter_seconds: the mean difference, without its sign, of a time and the one before it in the same request.
-    """
-
-    count: int
-    p50_seconds: float | None
-    p90_seconds: float | None
-    p99_seconds: float | None
-    max_seconds: float | None
-    jitter_seconds: float | None
-
-
-def token_times(recorded: Recorded) -> TokenTimes:
-    """None for what too few tokens leave open."""
-    i = recorded.intervals
-    order = np.lexsort((i.token, i.request, recorded.run))
-    order = order[i.token[order] > 0]
-    length = (i.end - i.begin)[order]
-    if not len(length):
-        return TokenTimes(0, None, None, None, None, None)
-    same = np.ones(len(length) - 1, bool)
-    for column in (recorded.run, i.request):
-        same &= column[order][1:] == column[order][:-1]
-    steps = np.abs(np.diff(length))[same]
-    p50, p90, p99 = (float(np.percentile(length, p, method="inverted_cdf")) / 1e9 for p in (50, 90, 99))
-    jitter = float(steps.mean()) / 1e9 if len(steps) else None
-    return TokenTimes(len(length), p50, p90, p99, float(length.max()) / 1e9, jitter)
-
-
 def worst(recorded: Recorded) -> list[tuple[int, WorstToken]]:
-    """The tokens behind the first of their request that were waited for longest, each behind its run."""
-    i = recorded.intervals
-    length = np.where(i.token > 0, i.end - i.begin, 0)
-    found = np.lexsort((i.request, i.step, -length))[:N_WORST]
-    return [
-        (
-            int(recorded.run[at]),
-            WorstToken(
-                int(length[at]), int(i.request[at]), int(i.token[at]), int(i.step[at]), tuple(i.spent[at].tolist())
-            ),
-        )
-        for at in found.tolist()
-        if length[at]
-    ]
+    """The tokens behind the first of their request that were waited for longest, one of each step, behind its run."""
+    return [(int(recorded.run[at]), token) for at, token in worst_of(recorded.intervals, recorded.run)]
 
 
 # --- two of them
@@ -131,7 +84,7 @@ def _change(name: str, a: Floats, b: Floats, few: str) -> Change:
 
 def differences(a: Facts, b: Facts) -> dict[str, tuple[Any, Any]]:
     """Facts in which the two differ beside how fast the machine was: what else may be why times changed."""
-    names = [f.name for f in fields(Facts) if f.name not in ("runs", "ceilings")]
+    names = [f.name for f in fields(Facts) if f.name not in ("runs", "ceilings", "started_unix_ns")]
     pairs = {name: (getattr(a, name), getattr(b, name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, BinaryIO
@@ -11,17 +12,24 @@ import numpy as np
 
 from gapless.errors import GaplessError
 from gapless.ledger.accounts import Account
-from gapless.ledger.file import FORMAT, Recorded, by_label
+from gapless.ledger.file import FORMAT, Recorded, by_label, share_by_label
+from gapless.ledger.shares import Share
 
-REQUESTS, DEVICE = 1, 2  # the processes of a trace
-_NUMBERS = ("run", "request", "token", "step", "begin_ns", "end_ns")
+REQUESTS, DEVICE, HOST = 1, 2, 3  # the processes of a trace
+_NUMBERS = ("run", "request", "token", "step", "begin_ns", "end_ns", "beside_tokens")
 
 
 def write_jsonl(recorded: Recorded, file: BinaryIO) -> None:
     """An object on a line for each interval."""
     columns, i = _numbers(recorded), recorded.intervals
-    for row, spent, floor in zip(zip(*columns.values(), strict=True), i.spent, i.floor, strict=True):
-        value = dict(zip(columns, row, strict=True)) | {"spent_ns": by_label(spent), "floor_ns": by_label(floor)}
+    rows = zip(*columns.values(), strict=True)
+    for row, spent, floor, share, joules in zip(rows, i.spent, i.floor, i.share, i.joules.tolist(), strict=True):
+        value = dict(zip(columns, row, strict=True)) | {
+            "spent_ns": by_label(spent),
+            "floor_ns": by_label(floor),
+            "share": share_by_label(share),
+            "joules": None if math.isnan(joules) else joules,
+        }
         file.write(json.dumps(value).encode() + b"\n")
 
 
@@ -44,8 +52,13 @@ def write_parquet(recorded: Recorded, file: BinaryIO) -> None:
     columns: dict[str, Any] = {name: np.array(values, np.int64) for name, values in _numbers(recorded).items()}
     columns |= {f"{a.label}_ns": i.spent[:, a] for a in Account}
     columns |= {f"{a.label}_floor_ns": i.floor[:, a] for a in Account}
+    columns |= {f"share_{s.label}": i.share[:, s] for s in Share}
+    columns["joules"] = i.joules
     # By lists: then it does not matter which versions of NumPy a build of pyarrow takes arrays from.
-    arrays = {name: pyarrow.array(column.tolist(), _arrow_type(column)) for name, column in columns.items()}
+    arrays = {
+        name: pyarrow.array(column.tolist(), _arrow_type(column), from_pandas=True)  # not a number is null
+        for name, column in columns.items()
+    }
     table = pyarrow.table(arrays).replace_schema_metadata({FORMAT: json.dumps(asdict(recorded.facts))})
     parquet.write_table(table, file, compression="zstd")
 
@@ -66,30 +79,56 @@ def _arrow_type(column: Any) -> Any:
 
 def _numbers(recorded: Recorded) -> dict[str, list[int]]:
     i = recorded.intervals
-    columns = (recorded.run, i.request, i.token, i.step, i.begin, i.end)
+    columns = (recorded.run, i.request, i.token, i.step, i.begin, i.end, i.beside)
     return {name: column.tolist() for name, column in zip(_NUMBERS, columns, strict=True)}
 
 
 def _events(recorded: Recorded) -> Iterator[dict[str, Any]]:
-    yield _named("process_name", REQUESTS, 0, "requests")
-    yield _named("process_name", DEVICE, 0, "device")
-    yield _named("thread_name", DEVICE, 0, "steps")
+    for process, name in ((REQUESTS, "requests"), (DEVICE, "device"), (HOST, "host")):
+        yield _named("process_name", process, 0, name)
+    yield from _of_requests(recorded)
+    yield from _of_device(recorded)
+    yield from _of_host(recorded)
+
+
+def _of_requests(recorded: Recorded) -> Iterator[dict[str, Any]]:
+    """A track for each request: its tokens, and in them their accounts, end to end in the order of booking."""
     i = recorded.intervals
     for request in np.unique(i.request).tolist():
         yield _named("thread_name", REQUESTS, request, f"request {request}")
     for row, spent in zip(zip(*_numbers(recorded).values(), strict=True), i.spent, strict=True):
-        run, request, token, step, begin, end = row
-        args = {"run": run, "step": step}
+        run, request, token, step, begin, end, beside = row
+        args = {"run": run, "step": step, "beside_tokens": beside}
         yield _complete(REQUESTS, request, f"token {token}", "token", begin, end, args)
-        for account in np.flatnonzero(spent).tolist():  # laid end to end, in the order of booking
+        for account in np.flatnonzero(spent).tolist():
             until = begin + int(spent[account])
             yield _complete(REQUESTS, request, Account(account).label, "account", begin, until, {})
             begin = until
+
+
+def _of_device(recorded: Recorded) -> Iterator[dict[str, Any]]:
+    """A track for the steps, and one for each thread: how long it worked and how long it waited for the others."""
     s = recorded.steps
-    for run, step, begun, ended, sync in zip(
-        *(column.tolist() for column in (s.run, s.step, s.begun, s.ended, s.sync)), strict=True
-    ):
-        yield _complete(DEVICE, 0, f"step {step}", "step", begun, ended, {"run": run, "sync_us": sync / 1e3})
+    yield _named("thread_name", DEVICE, 0, "steps")
+    for thread in range(s.waited.shape[1]):
+        yield _named("thread_name", DEVICE, 1 + thread, f"thread {thread}")
+    columns = (s.run.tolist(), s.step.tolist(), s.begun.tolist(), s.ended.tolist(), s.waited.tolist())
+    for run, step, begun, ended, waited in zip(*columns, strict=True):
+        yield _complete(DEVICE, 0, f"step {step}", "step", begun, ended, {"run": run})
+        for thread, waits in enumerate(waited):
+            until = max(ended - waits, begun)
+            yield _complete(DEVICE, 1 + thread, "work", "thread", begun, until, {"step": step})
+            yield _complete(DEVICE, 1 + thread, Account.SYNC.label, "thread", until, ended, {"step": step})
+
+
+def _of_host(recorded: Recorded) -> Iterator[dict[str, Any]]:
+    """What the thread that drives the engine did, each until the next; in ``launch`` it waits for the device."""
+    yield _named("thread_name", HOST, 0, "engine")
+    h = recorded.host
+    begin, account, run = h.begin.tolist(), h.account.tolist(), h.run.tolist()
+    for at in range(len(begin) - 1):
+        if run[at] == run[at + 1] and begin[at] < begin[at + 1]:
+            yield _complete(HOST, 0, Account(account[at]).label, "host", begin[at], begin[at + 1], {})
 
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:

@@ -16,15 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from gapless.ceilings import Ceilings
+from gapless.energy import EnergyMeter
 from gapless.executor.timing import DeviceTimes, StepProfile
 from gapless.kernels.count import StepCounter
 from gapless.ledger.accounts import N_ACCOUNTS
 from gapless.ledger.attribute import SpanColumns, attribute
 from gapless.ledger.books import NEVER, Books, Chunk, Intervals
+from gapless.ledger.shares import N_SHARES, N_TIMES, TIMED
 from gapless.step import Span, StepPlan, StepResult
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Exact = npt.NDArray[np.object_]  # of whole numbers without a limit: FLOPs leave 64 bits within hours
 
 BATCH_STEPS = 1024  # booked at once, at most, or when they have so many spans:
 BATCH_SPANS = 4096
@@ -36,13 +39,15 @@ HELD_SPANS = 4096  # of a request whose reader does not read: beyond them its to
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token that its reader waited long for."""
+    """A token that its reader waited long for: of those that a step gave, the one that waited longest."""
 
     length: int
     request: int
     token: int
     step: int
     spent: tuple[int, ...]
+    beside: int  # prompt tokens of others in its steps
+    n_others: int  # that the step gave too
 
 
 @dataclass
@@ -55,8 +60,10 @@ class Totals:
         spent_ns, floor_ns: by account; ``spent_ns`` adds up to ``wall_ns``.
         later_tokens: those behind the first of their request; ``later_spent_ns`` and ``later_floor_ns`` are theirs.
         hidden_ns: by account, what the host did while the device ran.
-        weight_bytes, kv_bytes, flops: of all steps, once each.
         steps: that have landed, and ``device_ns`` for which they ran.
+        share: of all steps, once each: what is divided over tokens, and that of ``undelivered``: steps that gave no
+            token any more.
+        joules: of all steps by account; None without a meter, or once a reading has failed.
     """
 
     tokens: int = 0
@@ -67,11 +74,11 @@ class Totals:
     later_spent_ns: Ints = field(default_factory=lambda: np.zeros(N_ACCOUNTS, np.int64))
     later_floor_ns: Floats = field(default_factory=lambda: np.zeros(N_ACCOUNTS))
     hidden_ns: Ints = field(default_factory=lambda: np.zeros(N_ACCOUNTS, np.int64))
-    weight_bytes: int = 0
-    kv_bytes: int = 0
-    flops: int = 0
     steps: int = 0
     device_ns: int = 0
+    share: Exact = field(default_factory=lambda: np.zeros(N_SHARES, object))
+    undelivered: Exact = field(default_factory=lambda: np.zeros(N_SHARES, object))
+    joules: Floats | None = None
 
 
 class Ledger:
@@ -85,14 +92,21 @@ class Ledger:
         profile: reads the stamps of steps.
         counter: counts their work, with weights and cache as they are held.
         ceilings: of the device.
+        meter: of the energy that the device takes, if there is one.
     """
 
-    def __init__(self, profile: StepProfile, counter: StepCounter, ceilings: Ceilings) -> None:
-        self.totals = Totals()
+    def __init__(
+        self, profile: StepProfile, counter: StepCounter, ceilings: Ceilings, meter: EnergyMeter | None = None
+    ) -> None:
+        self.totals = Totals(joules=None if meter is None else np.zeros(N_ACCOUNTS))
+        self.source = profile.source
+        self.ceilings = ceilings
+        self.meter = meter
         self.problem: Exception | None = None  # why no more is booked
-        # Is given whatever is booked: ids of steps that have landed, their times, and the intervals that are complete.
-        self.recorder: Callable[[list[int], DeviceTimes, Intervals], None] | None = None
-        self._profile, self._counter, self._ceilings = profile, counter, ceilings
+        # Is given whatever is booked: ids of steps that have landed, their times, what the host did from when on (times
+        # and accounts), and the intervals that are complete.
+        self.recorder: Callable[[list[int], DeviceTimes, Ints, Intervals], None] | None = None
+        self._profile, self._counter = profile, counter
         self._books = Books()
         self._kept: deque[Intervals] = deque()
         self._n_kept = 0
@@ -112,6 +126,7 @@ class Ledger:
         self._readers: dict[int, deque[int]] = {}  # of requests that are read as they go, when tokens were taken
         self._unread: set[int] = set()  # of them those that nobody reads any more
         self._held: _Rows | None = None
+        self._read_j = None if meter is None else meter.read_j()  # when the steps began that are not booked yet
 
     # --- while steps run
 
@@ -122,6 +137,8 @@ class Ledger:
             arrival_ns: when it was submitted.
             read: whether a reader tells what it has taken.
         """
+        if not self._prompts and self.meter is not None:
+            self._read_j = self.meter.resume_j()  # what was used while there was nothing to do is nobody's
         self._arrivals[request] = arrival_ns
         self._prompts[request] = n_prompt
         if read:
@@ -189,15 +206,12 @@ class Ledger:
         held = set() if self._held is None else set(self._held.request.tolist())
         over, self._ended = [r for r in self._ended if r not in held], [r for r in self._ended if r in held]
         chunk = Chunk(
-            times.begun,
-            times.ended,
-            marks[:, 0],
-            marks[:, 1],
-            *ready.columns(),
-            self._arrivals,
-            self._preemptions,
-            over,
-        )
+            begun=times.begun, ended=times.ended, times=marks[:, 0], accounts=marks[:, 1], step=ready.step,
+            request=ready.request, start=ready.start, count=ready.count, planned=ready.planned,
+            span_begun=ready.begun, span_ended=ready.ended, usable=ready.usable, taken=ready.taken,
+            device=ready.device, floor=ready.floor, share=ready.share, beside=ready.beside, joules=ready.joules,
+            arrivals=self._arrivals, preemptions=self._preemptions, ended_requests=over,
+        )  # fmt: skip
         self._arrivals, self._preemptions = {}, []
         for request in over:
             self._prompts.pop(request, None)
@@ -206,7 +220,7 @@ class Ledger:
         intervals = self._books.post(chunk)
         self._add(times, intervals)
         if self.recorder is not None:
-            self.recorder(steps, times, intervals)
+            self.recorder(steps, times, marks, intervals)
 
     def intervals(self) -> list[Intervals]:
         """Those that are kept, in the order of booking."""
@@ -220,7 +234,7 @@ class Ledger:
         landed, self._landed, self._n_spans = self._landed, [], 0
         empty = np.zeros(0, np.int64)
         if not landed:
-            return DeviceTimes(empty, empty, empty.reshape(0, 0), empty), self._held or _Rows.empty()
+            return DeviceTimes(empty, empty, empty.reshape(0, 0), empty.reshape(0, 0)), self._held or _Rows.empty()
         assert self._stamps is not None
         plans = [plan for plan, _, _ in landed]
         planned, landing = (np.array([each[i] for each in landed], np.int64) for i in (1, 2))
@@ -233,10 +247,10 @@ class Ledger:
         sample = np.array(fields[_FIELDS.index("sample")], bool)
         n_prompt = np.array([self._prompts.get(r, -1) for r in fields[0]], np.int64)
         columns = SpanColumns(index, start, count, sample, (start < n_prompt) | (count > 1))
-        booked = attribute(self._counter, self._ceilings, times, columns)
-        self.totals.flops += booked.flops
-        self.totals.weight_bytes += booked.weight_bytes
-        self.totals.kv_bytes += booked.kv_bytes
+        booked = attribute(self._counter, self.ceilings, times, columns)
+        self.totals.share += booked.share.sum(axis=0).astype(object)
+        open_yet = n_prompt >= 0  # a request may have ended with steps in flight
+        self.totals.undelivered += booked.share[~open_yet].sum(axis=0).astype(object)
         rows = _Rows(
             step,
             request,
@@ -248,8 +262,25 @@ class Ledger:
             self._usable_of(step, request),
             booked.device,
             booked.floor,
-        ).part(n_prompt >= 0)  # fmt: skip  (a request may have ended with steps in flight)
+            booked.share,
+            booked.beside,
+            self._joules(times, booked.share),
+        ).part(open_yet)
         return times, rows if self._held is None else self._held.joined(rows)
+
+    def _joules(self, times: DeviceTimes, share: Ints) -> Floats:
+        """Of each span: what was used since the steps before, by time on the device. Not a number where unknown."""
+        now = None if self.meter is None else self.meter.read_j()
+        before, self._read_j = self._read_j, now
+        device_ns = int((times.ended - times.begun).sum())
+        if now is None or before is None or not device_ns:
+            self.totals.joules = None
+            return np.full(len(share), np.nan)
+        of_spans: Floats = share[:, :N_TIMES] * ((now - before) / device_ns)
+        if self.totals.joules is not None:
+            self.totals.joules[list(TIMED)] += of_spans.sum(axis=0)
+        joules: Floats = of_spans.sum(axis=1)
+        return joules
 
     def _usable_of(self, step: Ints, request: Ints) -> Ints:
         found = np.full(len(step), NEVER, np.int64)
@@ -294,6 +325,8 @@ class Ledger:
         t.later_spent_ns += intervals.spent[later].sum(axis=0)
         t.later_floor_ns += intervals.floor[later].sum(axis=0)
         t.hidden_ns = self._books.hidden
+        t.undelivered += self._books.undelivered.astype(object)
+        self._books.undelivered = np.zeros(N_SHARES, np.int64)
         self._kept.append(intervals)
         self._n_kept += len(intervals)
         while self._n_kept > KEPT_TOKENS and len(self._kept) > 1:
@@ -301,19 +334,40 @@ class Ledger:
         self._note_worst(intervals)
 
     def _note_worst(self, intervals: Intervals) -> None:
-        length = np.where(intervals.token > 0, intervals.end - intervals.begin, 0)
-        for i in np.argsort(length)[-N_WORST:].tolist():
-            if length[i] == 0:
-                continue
-            token = WorstToken(
-                int(length[i]), int(intervals.request[i]), int(intervals.token[i]), int(intervals.step[i]),
-                tuple(intervals.spent[i].tolist()),
-            )  # fmt: skip
+        for _, token in worst_of(intervals):
             entry = (token.length, -token.step, -token.request, token)
             if len(self._worst) < N_WORST:
                 heapq.heappush(self._worst, entry)
             elif entry > self._worst[0]:
                 heapq.heapreplace(self._worst, entry)
+
+
+def worst_of(intervals: Intervals, run: Ints | None = None) -> list[tuple[int, WorstToken]]:
+    """The tokens behind the first of their request that were waited for longest, one of each step, with their places.
+
+    Args:
+        run: of each interval, where steps of several runs are counted from the start in each.
+    """
+    i = intervals
+    length = np.where(i.token > 0, i.end - i.begin, 0)
+    later = np.flatnonzero(length)
+    order = later[np.lexsort((i.request[later], i.step[later], -length[later]))]
+    step = i.step if run is None else i.step + (run << 40)
+    found: list[tuple[int, WorstToken]] = []
+    seen: set[int] = set()
+    for at in order.tolist():
+        if len(found) == N_WORST:
+            break
+        if int(step[at]) in seen:
+            continue
+        seen.add(int(step[at]))
+        alike = int((step[later] == step[at]).sum()) - 1
+        token = WorstToken(
+            int(length[at]), int(i.request[at]), int(i.token[at]), int(i.step[at]), tuple(i.spent[at].tolist()),
+            int(i.beside[at]), alike,
+        )  # fmt: skip
+        found.append((at, token))
+    return found
 
 
 @dataclass
@@ -330,18 +384,16 @@ class _Rows:
     usable: Ints
     device: Ints
     floor: Floats
+    share: Ints
+    beside: Ints
+    joules: Floats
     taken: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
     def empty(cls) -> _Rows:
-        none, wide = np.zeros(0, np.int64), np.zeros((0, N_ACCOUNTS), np.int64)
-        return cls(none, none, none, none, none, none, none, none, wide, wide.astype(np.float64))
-
-    def columns(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Floats]:
-        return (
-            self.step, self.request, self.start, self.count, self.planned, self.begun, self.ended, self.usable,
-            self.taken, self.device, self.floor,
-        )  # fmt: skip
+        none, wide, reals = np.zeros(0, np.int64), np.zeros((0, N_ACCOUNTS), np.int64), np.zeros((0, N_ACCOUNTS))
+        share = np.zeros((0, N_SHARES), np.int64)
+        return cls(none, none, none, none, none, none, none, none, wide, reals, share, none, reals[:, 0])
 
     def part(self, which: npt.NDArray[np.bool_]) -> _Rows:
         return _Rows(**{name: column[which] if len(column) else column for name, column in vars(self).items()})
@@ -371,8 +423,8 @@ def _clipped(times: DeviceTimes, earliest: Ints, latest: Ints) -> DeviceTimes:
     begun[1:] = np.maximum(begun[1:], ended[:-1])
     inside = times.by_kind.sum(axis=1) + times.sync
     part = np.minimum(1.0, (ended - begun) / np.maximum(inside, 1))
-    by_kind, sync = (times.by_kind * part[:, None]).astype(np.int64), (times.sync * part).astype(np.int64)
-    return DeviceTimes(begun, ended, by_kind, sync)
+    by_kind, waited = ((each * part[:, None]).astype(np.int64) for each in (times.by_kind, times.waited))
+    return DeviceTimes(begun, ended, by_kind, waited)
 
 
 def _grown(stamps: Ints | None, like: Ints) -> Ints:

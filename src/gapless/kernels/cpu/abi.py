@@ -19,15 +19,14 @@ CREW_OPS = 2  # operations of the tape; 0 sends the threads home
 CREW_STEP = 3
 CREW_STAMPS = 4  # address of int64[n_threads][n_ops + 1]: when each thread began and was done with each operation, or 0
 CREW_KINDS = 5  # address of int64[n_ops]: the column of each operation
-CREW_TALLY = 6  # address of int64[TALLY_WORDS]: what the stamps of the step say
+CREW_TALLY = 6  # address of int64[TALLY_THREADS + n_threads]: what the stamps of the step say
 CREW_BARRIER = 8  # counter of the barrier
 
-# A tally, in ticks of the counter; those of columns and of waiting are sums over threads.
+# A tally, in ticks of the counter; those of columns are sums over threads.
 TALLY_FIRST = 0  # when the first thread began
 TALLY_LAST = 1  # when the last one was done
-TALLY_SYNC = 2  # waiting for others
-TALLY_COLUMNS = 3  # from here on: in operations of each column
-TALLY_WORDS = 32
+TALLY_COLUMNS = 2  # from here on: in operations of each column
+TALLY_THREADS = 32  # from here on: for how long each thread waited for others
 
 # The step's description.
 STEP_WORDS = 32

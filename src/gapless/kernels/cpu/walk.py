@@ -19,8 +19,7 @@ from gapless.kernels.cpu.abi import (
     TALLY_COLUMNS,
     TALLY_FIRST,
     TALLY_LAST,
-    TALLY_SYNC,
-    TALLY_WORDS,
+    TALLY_THREADS,
 )
 from gapless.kernels.cpu.mem import (
     atomic_add,
@@ -72,36 +71,36 @@ def walk_tape(crew, tid, n_threads):  # type: ignore[no-untyped-def]
 
 @njit
 def tally(crew, n_threads):  # type: ignore[no-untyped-def]
-    """Add up the stamps of a step by kind of operation, and for how long threads waited for the slowest.
+    """Add up the stamps of a step by kind of operation, and for how long each thread waited for the slowest.
 
     All threads enter an operation when the last one is done with that before it, if they meet behind that; else each
     when it is done itself.
     """
     tape, n_ops, stamps = ld_i64(crew + 8 * CREW_TAPE), ld_i64(crew + 8 * CREW_OPS), ld_i64(crew + 8 * CREW_STAMPS)
     kinds, out, width = ld_i64(crew + 8 * CREW_KINDS), ld_i64(crew + 8 * CREW_TALLY), (n_ops + 1) * 8
-    for word in range(TALLY_WORDS):
+    for word in range(TALLY_THREADS):
         st_i64(out + 8 * word, 0)
     first = ld_i64(stamps)
-    sync, met, all_met, latest = 0, first, False, first
-    for thread in range(1, n_threads):
-        sync += max(ld_i64(stamps + thread * width) - first, 0)  # late for the first operation
+    met, all_met, latest, waited = first, False, first, out + 8 * TALLY_THREADS
+    for thread in range(n_threads):
+        st_i64(waited + 8 * thread, max(ld_i64(stamps + thread * width) - first, 0))  # late for the first operation
     for i in range(n_ops):
-        spent, sum_done, latest = 0, 0, 0
+        spent, latest = 0, 0
         for thread in range(n_threads):
             at = stamps + thread * width + 8 * i
             done = ld_i64(at + 8)
             spent += done - (met if all_met else max(ld_i64(at), first))
-            sum_done += done
             latest = max(latest, done)
         column = out + 8 * (TALLY_COLUMNS + ld_i64(kinds + 8 * i))
         st_i64(column, ld_i64(column) + spent)
         all_met = ld_i64(tape + 8 * (i * OP_WORDS + OP_BARRIER)) != 0
         if all_met:
-            sync += n_threads * latest - sum_done
+            for thread in range(n_threads):
+                at = waited + 8 * thread
+                st_i64(at, ld_i64(at) + latest - ld_i64(stamps + thread * width + 8 * (i + 1)))
             met = latest
     st_i64(out + 8 * TALLY_FIRST, first)
     st_i64(out + 8 * TALLY_LAST, latest)
-    st_i64(out + 8 * TALLY_SYNC, sync)
 
 
 def walk(crew, tid, n_threads):  # type: ignore[no-untyped-def]
