@@ -347,7 +347,7 @@ class NullExecutor:
     def __init__(self, n_slots: int, context_tokens: int) -> None:
         pages = n_slots * -(-context_tokens // 16)
         self.capacity = Capacity(pages, 16, n_slots, context_tokens, 512, n_slots)
-        self.depth = 1
+        self.depth, self.profile = 1, None
         self._plan: StepPlan | None = None
 
     def launch(self, plan: StepPlan) -> None:

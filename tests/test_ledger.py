@@ -350,7 +350,8 @@ def test_ticks_become_nanoseconds() -> None:
     anchors = iter([(0, 1000), (20_000, 11_000)])
     profile._anchor = lambda: next(anchors)  # type: ignore[method-assign]
     profile._since = profile._anchor()
-    times = profile.times(tallied([[2000, 2400], [2000, 2800]], [3], [True])[None])
+    profile._rows = tallied([[2000, 2400], [2000, 2800]], [3], [True])[None]
+    times = profile.times([0])
     assert (times.begun[0], times.ended[0]) == (2000, 2400)
     assert (times.by_kind[0, 3], times.sync[0]) == (300, 100)
     assert times.waited.tolist() == [[200, 0]]

@@ -23,7 +23,7 @@ from gapless.engine import Engine, Sink
 from gapless.executor.timing import N_COLUMNS, DeviceTimes, Source
 from gapless.kernels.count import OpKind, StepCounter
 from gapless.ledger.accounts import Account
-from gapless.ledger.ledger import Ledger
+from gapless.ledger.ledger import BATCH_STEPS, Ledger
 from gapless.llm import LLM
 from gapless.machine import allowed_cores
 from gapless.sampling import SamplingParams
@@ -49,6 +49,7 @@ class SlowDevice(FakeExecutor):
         threading.Thread(target=self._serve, daemon=True).start()
 
     source = Source.MEASURED
+    active, kept = False, BATCH_STEPS
 
     @property
     def profile(self) -> Any:
@@ -69,6 +70,7 @@ class SlowDevice(FakeExecutor):
         return StepResult(result.step_id, result.tokens, stamps)
 
     def times(self, stamps: Any) -> DeviceTimes:
+        stamps = np.stack(stamps)
         by_kind = np.zeros((len(stamps), N_COLUMNS), np.int64)
         by_kind[:, LINEAR] = stamps[:, 1] - stamps[:, 0]
         return DeviceTimes(stamps[:, 0], stamps[:, 1], by_kind, np.zeros((len(stamps), 1), np.int64))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from gapless.errors import ExecutorError, ModelError
 from gapless.executor.protocol import Executor
@@ -23,7 +23,7 @@ from gapless.ledger.ledger import Ledger
 from gapless.machine import start_thread
 from gapless.request import FinishReason, Request
 from gapless.sampling import SamplingParams
-from gapless.scheduler import Scheduler, TokenEvent
+from gapless.scheduler import Scheduler
 from gapless.step import StepPlan, StepResult, TokenLogprobs
 
 T = TypeVar("T")
@@ -70,12 +70,17 @@ class EngineStats:
         return self.host_s / self.busy_s if self.busy_s else 0.0
 
 
+class _Landed(NamedTuple):
+    """A step that has landed: its result and plan, and when it was planned and landed."""
+
+    result: StepResult
+    plan: StepPlan
+    planning_ns: int
+    landed_ns: int
+
+
 _SCHEDULE, _PREPARE = int(Account.SCHEDULE), int(Account.PREPARE)
 _LAUNCH, _DETOKENIZE = int(Account.LAUNCH), int(Account.DETOKENIZE)
-
-
-def _nobody(account: int) -> None:
-    """Who is told what the host does where no books are kept."""
 
 
 def _anew(kept: ExecutorError) -> ExecutorError:
@@ -96,7 +101,7 @@ class Engine:
     def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
         self.executor = executor
         self.scheduler = scheduler
-        self._host: Callable[[int], None] = _nobody
+        self._marks: list[int] = []  # what the host began to do when; the ledger's list where there is one
         self.ledger = None
         self.stats = EngineStats()
         self.driving = threading.Lock()
@@ -105,8 +110,8 @@ class Engine:
         self._commands: deque[Callable[[], None]] = deque()
         self._posting = threading.RLock()  # a finalizer may abort its request while this very thread submits another
         self._ended: ExecutorError | None = None
-        self._n_launched = 0
-        self._inside_s = 0.0
+        self._in_flight: deque[tuple[StepPlan, int]] = deque()  # and when their planning began
+        self._inside_ns = 0
 
     @property
     def ledger(self) -> Ledger | None:
@@ -116,8 +121,11 @@ class Engine:
     @ledger.setter
     def ledger(self, ledger: Ledger | None) -> None:
         self._ledger = ledger
-        self._host = _nobody if ledger is None else ledger.host
-        self._host(_SCHEDULE)
+        profile = self.executor.profile
+        if profile is not None:
+            profile.active = ledger is not None
+        self._marks = [] if ledger is None else ledger.marks
+        self._marks += (time.perf_counter_ns(), _SCHEDULE)
 
     # --- from any thread
 
@@ -184,23 +192,26 @@ class Engine:
 
         An error of the executor ends the requests that ran and is told to their sinks.
         """
-        started, before = time.perf_counter(), self._inside_s
+        started, before = time.perf_counter_ns(), self._inside_ns
         while self._commands:
             self._commands.popleft()()
         try:
-            while self._n_launched < self.executor.depth and (plan := self._plan()) is not None:
-                self._launch(plan)
-            result = self._land() if self._n_launched else None
+            while len(self._in_flight) < self.executor.depth and self._launch():
+                pass
+            landed = self._land() if self._in_flight else None
         except Exception as problem:  # whatever a device may raise
             self._fail(problem)
         else:
-            if result is not None:
-                self._deliver(self.scheduler.commit(result))
-        if self._ledger is not None and self._ledger.due:
+            if landed is not None:
+                self._deliver(landed)
+        if self._ledger is None:
+            self._marks.clear()
+        elif self._ledger.due:
             self.book()
-        self._host(_SCHEDULE)  # what lies between two steps is the next one's
-        self.stats.executor_s += self._inside_s - before
-        self.stats.busy_s += time.perf_counter() - started
+        ended = time.perf_counter_ns()
+        self._marks += (ended, _SCHEDULE)  # what lies between two steps is the next one's
+        self.stats.executor_s += (self._inside_ns - before) / 1e9
+        self.stats.busy_s += (ended - started) / 1e9
 
     def end_all(self, reason: FinishReason, why: ExecutorError) -> None:
         """End the loop: every sink is told, nothing more is accepted, and nothing planned from now on."""
@@ -211,14 +222,6 @@ class Engine:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             self._tell(sink, reason, _anew(why) if reason == "error" else None)
-
-    def _inside(self, use: Callable[[], T]) -> T:
-        """Call the executor, and measure how long it takes."""
-        started = time.perf_counter()
-        try:
-            return use()
-        finally:
-            self._inside_s += time.perf_counter() - started
 
     def book(self) -> None:
         """Book what has landed: now and then by itself, and by whoever drives once there is nothing to do.
@@ -232,44 +235,52 @@ class Engine:
             except Exception as problem:
                 ledger.problem, self.ledger = problem, None
 
-    def _plan(self) -> StepPlan | None:
-        if self._ledger is None:
-            return self.scheduler.plan()
-        if self._n_launched:
-            self._host(_SCHEDULE)
-        self._ledger.planning()
-        before = self.scheduler.n_preemptions
+    def _launch(self) -> bool:
+        """Plan a step and launch it; False if there is none."""
+        now, ledger = time.perf_counter_ns, self._ledger
+        planning = now()
+        if self._in_flight:
+            self._marks += (planning, _SCHEDULE)
+        n_preemptions = self.scheduler.n_preemptions
         plan = self.scheduler.plan()
-        if self.scheduler.n_preemptions != before:
-            self._note_preempted()
-        return plan
+        if ledger is not None and self.scheduler.n_preemptions != n_preemptions:
+            self._note_preempted(ledger)
+        if plan is None:
+            return False
+        launching = now()
+        try:
+            self.executor.launch(plan)
+        finally:
+            self._inside_ns += now() - launching
+        self._in_flight.append((plan, planning))
+        self._marks += (launching, _PREPARE)
+        return True
 
-    def _note_preempted(self) -> None:
-        if self._ledger is not None:
-            for request in self.scheduler.preempted_now:
-                self._ledger.preempted(request)
+    def _note_preempted(self, ledger: Ledger) -> None:
+        for request in self.scheduler.preempted_now:
+            ledger.preempted(request)
 
-    def _launch(self, plan: StepPlan) -> None:
-        self._host(_PREPARE)
-        self._inside(lambda: self.executor.launch(plan))
-        self._n_launched += 1
-        if self._ledger is not None:
-            self._ledger.launched(plan)
-
-    def _land(self) -> StepResult:
-        self._n_launched -= 1
-        self._host(_LAUNCH)
-        result = self._inside(self.executor.land)
-        self._host(_SCHEDULE)
+    def _land(self) -> _Landed:
+        now = time.perf_counter_ns
+        plan, planning = self._in_flight.popleft()
+        waiting = now()
+        try:
+            result = self.executor.land()
+        finally:
+            landed = now()
+            self._inside_ns += landed - waiting
+        self._marks += (waiting, _LAUNCH, landed, _SCHEDULE)
         self.stats.steps += 1
-        if self._ledger is not None:
-            self._ledger.landed(result)
-        return result
+        return _Landed(result, plan, planning, landed)
 
-    def _deliver(self, events: list[TokenEvent]) -> None:
-        self._host(_DETOKENIZE)
-        self.stats.tokens += sum(event.token >= 0 for event in events)
+    def _deliver(self, landed: _Landed) -> None:
+        """Commit a step's result and give its tokens to their sinks."""
+        events = self.scheduler.commit(landed.result)
+        now = time.perf_counter_ns
+        usable: list[int] = []  # requests and times, by turns
+        self._marks += (now(), _DETOKENIZE)
         for request, token, logprobs, reason in events:
+            self.stats.tokens += token >= 0
             sink = self._sinks.get(request.request_id)
             if sink is None:
                 continue  # a sink before it has ended them all
@@ -282,11 +293,12 @@ class Engine:
             except Exception as problem:  # the sink's own: the others go on
                 self._finish(request.request_id, "error", problem, ended=reason is not None)
                 continue
-            if self._ledger is not None:
-                self._ledger.usable(request.request_id)
+            usable += (request.request_id, now())
             if stopped or reason is not None:
                 # A stop string may complete with the very token that also ends the request.
                 self._finish(request.request_id, "stop" if stopped else reason or "stop", ended=reason is not None)
+        if self._ledger is not None:
+            self._ledger.landed(landed.plan, landed.planning_ns, landed.landed_ns, landed.result.stamps, usable)
 
     def _add(self, request: Request, sink: Sink, arrival_ns: int, read: bool) -> None:
         try:
@@ -317,25 +329,27 @@ class Engine:
             future.set_exception(_anew(self._ended))
             return
         try:
-            while self._n_launched:
-                self._deliver(self.scheduler.commit(self._land()))
+            while self._in_flight:
+                self._deliver(self._land())
             self.scheduler.recompute()
-            self._note_preempted()
+            if self._ledger is not None:
+                self._note_preempted(self._ledger)
         except Exception as problem:
             self._fail(problem)
+        started = time.perf_counter_ns()
         try:
-            future.set_result(self._inside(use))
+            future.set_result(use())
         except Exception as problem:
             future.set_exception(problem)
+        finally:
+            self._inside_ns += time.perf_counter_ns() - started
 
     def _fail(self, problem: Exception) -> None:
         """End what ran with the error; the loop lives on."""
-        for _ in range(self._n_launched):
+        for _ in self._in_flight:
             with contextlib.suppress(Exception):
                 self.executor.land()
-        self._n_launched = 0
-        if self._ledger is not None:
-            self._ledger.failed()
+        self._in_flight.clear()
         for request in self.scheduler.fail():
             self._finish(request.request_id, "error", problem, ended=True)
 

@@ -91,4 +91,4 @@ class StepResult:
 
     step_id: int
     tokens: tuple[SampledToken, ...]
-    stamps: Any = None  # for the executor's ``profile``, valid until as many steps as its depth have been launched
+    stamps: Any = None  # for the executor's ``profile``, valid until ``profile.kept`` more steps have been launched

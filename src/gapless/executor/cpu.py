@@ -97,9 +97,7 @@ class CpuExecutor:
         self._kinds = self._arena.take(8 * len(kinds)).view(np.int64)
         self._kinds[:] = kinds
         self._stamps = self._arena.take(8 * self.n_threads * (len(kinds) + 1))
-        self._tallies = [
-            self._arena.take(8 * (abi.TALLY_THREADS + self.n_threads)).view(np.int64) for _ in range(self._depth)
-        ]
+        self._stamps_at = address_of(self._stamps), address_of(self._kinds)
         self._tape_at = address_of(self._tape)
         self.weights_bytes = packed.nbytes
         self.kv_bytes = pool.nbytes
@@ -108,7 +106,8 @@ class CpuExecutor:
             StepMemory(self._arena, limits, kv.UnitPlanner(spec, limits, context, self._arena))
             for _ in range(self._depth)
         ]
-        self._launched: deque[tuple[StepPlan, int]] = deque()
+        self._launched: deque[tuple[StepPlan, int, int]] = deque()
+        self._tallies_at = [0] * self._depth  # of the steps in flight, where their tallies go
         self._n_launched = 0
         infos = packed_infos(weights, target.lanes, float_weights)
         self.counter = StepCounter(spec, infos, kv_element_bytes=kv_element_bytes(spec, kv_dtype))
@@ -139,18 +138,19 @@ class CpuExecutor:
         memory = self._steps[index]
         self._n_launched += 1
         memory.fill(plan, self._slots)
-        self._launched.append((plan, index))
+        row, self._tallies_at[index] = self.profile.next_row()
+        self._launched.append((plan, index, row))
         if self._runner is not None:
             self._runner.start(index)
 
     def land(self) -> StepResult:
         assert self._launched, "no step is in flight"
-        plan, index = self._launched.popleft()
+        plan, index, row = self._launched.popleft()
         if self._runner is not None:
             self._runner.finish()
         else:
             self._run(index)
-        return StepResult(plan.step_id, self._steps[index].results(plan, self._slots), self._tallies[index])
+        return StepResult(plan.step_id, self._steps[index].results(plan, self._slots), row)
 
     def close(self) -> None:
         if self._runner is not None:
@@ -201,7 +201,7 @@ class CpuExecutor:
         return rows[:, : self._vocab]
 
     def _run(self, index: int) -> None:
-        stamps = address_of(self._stamps), address_of(self._kinds), address_of(self._tallies[index])
+        stamps = (*self._stamps_at, self._tallies_at[index]) if self.profile.active else (0, 0, 0)
         self._crew.run(self._tape_at, len(self._tape), self._steps[index].address, stamps)
 
     def _sampling_ops(self, tape: Tape, logits: Rows) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from gapless.kernels.cpu.loader import Kernels
 Ints = npt.NDArray[np.int64]
 
 ANCHOR_READINGS = 7
+KEPT_STEPS = 2047  # more than are booked at once
 _KINDS = list(OpKind)
 # By the beginning of a kernel's name. A gate is computed by the product before it, a residual added by the one behind.
 _BY_NAME = {
@@ -43,11 +45,20 @@ def kind_of(kernel: str, rows: int) -> int:
 
 
 class TapeProfile:
-    """Reads the tallies of steps: what their stamps have been added up to (``abi.TALLY_FIRST`` and behind it)."""
+    """Holds the tallies of steps (what their stamps add up to, ``abi.TALLY_FIRST`` and behind it) in a ring.
+
+    What a step's result carries is the number of its row, so that keeping it costs next to nothing.
+    """
 
     source = Source.MEASURED
 
-    def __init__(self, kernels: Kernels, arena: Arena, n_threads: int) -> None:
+    def __init__(self, kernels: Kernels, arena: Arena, n_threads: int, kept: int = KEPT_STEPS) -> None:
+        self.active = False
+        self.kept = kept
+        width = abi.TALLY_THREADS + n_threads
+        self._rows = arena.take(8 * (kept + 1) * width).view(np.int64).reshape(kept + 1, width)
+        self._rows_at, self._stride = address_of(self._rows), self._rows.strides[0]
+        self._n_steps = 0
         self._stamp = kernels.function("stamp", 1)
         self._word = arena.take(64).view(np.int64)
         self._n_threads = n_threads
@@ -64,17 +75,24 @@ class TapeProfile:
         took = time.perf_counter_ns() - before
         return took, int(self._word[0]), before + took // 2
 
-    def times(self, stamps: Ints) -> DeviceTimes:
-        """What the tallies of steps say: (steps, TALLY_THREADS + n_threads), in the order in which they ran.
+    def next_row(self) -> tuple[int, int]:
+        """Where the next step's tally goes: the number of its row, and the address."""
+        row = self._n_steps % len(self._rows)
+        self._n_steps += 1
+        return row, self._rows_at + row * self._stride
+
+    def times(self, stamps: Sequence[int]) -> DeviceTimes:
+        """What the tallies of steps say, by their rows.
 
         The counter is read beside the clock at every call and taken to run evenly in between.
         """
         since, now = self._since, self._anchor()
         self._since = now
+        tallies = self._rows[np.array(stamps, np.intp)]
         rate = (now[1] - since[1]) / max(now[0] - since[0], 1)  # nanoseconds of a tick
-        first, last = stamps[:, abi.TALLY_FIRST], stamps[:, abi.TALLY_LAST]
+        first, last = tallies[:, abi.TALLY_FIRST], tallies[:, abi.TALLY_LAST]
         begun = np.rint((first - since[0]) * rate).astype(np.int64) + since[1]
         ended = begun + np.ceil((last - first) * rate).astype(np.int64)
-        each = stamps[:, abi.TALLY_COLUMNS : abi.TALLY_COLUMNS + N_COLUMNS] * (rate / self._n_threads)
-        waited = stamps[:, abi.TALLY_THREADS :] * rate
+        each = tallies[:, abi.TALLY_COLUMNS : abi.TALLY_COLUMNS + N_COLUMNS] * (rate / self._n_threads)
+        waited = tallies[:, abi.TALLY_THREADS :] * rate
         return DeviceTimes(begun, ended, each.astype(np.int64), waited.astype(np.int64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -48,11 +49,22 @@ class DeviceTimes:
 
 
 class StepProfile(Protocol):
-    """What the stamps of steps say."""
+    """What the stamps of steps say.
+
+    Attributes:
+        source: of the times.
+        active: whether steps are stamped: while nobody reads them they need not be.
+        kept: how many steps' stamps are kept behind the one that runs.
+    """
+
+    active: bool
 
     @property
     def source(self) -> Source: ...
 
-    def times(self, stamps: Any) -> DeviceTimes:
-        """Of steps in the order in which they ran, their stamps stacked along the first axis."""
+    @property
+    def kept(self) -> int: ...
+
+    def times(self, stamps: Sequence[Any]) -> DeviceTimes:
+        """Of steps in the order in which they ran, from what their results carry."""
         ...

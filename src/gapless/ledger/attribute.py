@@ -107,6 +107,9 @@ def _beside(n_steps: int, spans: SpanColumns) -> Ints:
 
 def _variants(n_steps: int, spans: SpanColumns) -> tuple[Steps, Ints]:
     """Steps to be counted, the whole ones first, and of each span the one that has no prompts of others in it."""
+    if not spans.prompt.any():
+        samples = np.bincount(spans.step, spans.sample, n_steps).astype(np.int64)
+        return Steps(n_steps, spans.step, spans.start, spans.count, samples), spans.step
     n_prompts = np.bincount(spans.step[spans.prompt], minlength=n_steps)
     variant = spans.step.copy()
     lists = [(spans.step, np.arange(len(spans.step)))]  # step, and its span

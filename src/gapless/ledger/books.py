@@ -171,9 +171,14 @@ class Books:
         order = np.lexsort((chunk.step, chunk.request))
         spans = _Spans(chunk, order, self._open)
         spans.preempted = self._preemptions(chunk, spans)
-        spent = spans.device_accounts() + spans.before(timeline) + spans.behind(timeline)
-        counts = np.concatenate([spent, chunk.share[order], chunk.beside[order][:, None]], axis=1)
-        reals = np.concatenate([chunk.floor[order], chunk.joules[order][:, None]], axis=1)
+        counts = np.empty((len(order), _N_COUNTS), np.int64)
+        counts[:, _SHARE], counts[:, _BESIDE] = chunk.share[order], chunk.beside[order]
+        spent = counts[:, _SPENT]
+        spans.put_device(spent)
+        spans.add_before(spent, timeline)
+        spans.add_behind(spent, timeline)
+        reals = np.empty((len(order), _N_REALS))
+        reals[:, _FLOOR], reals[:, _JOULES] = chunk.floor[order], chunk.joules[order]
         return self._complete(spans, counts, reals)
 
     def _preemptions(self, chunk: Chunk, spans: _Spans) -> Ints:
@@ -200,7 +205,10 @@ class Books:
         n = int(ends.sum())
         begin = np.full(n, NEVER, np.int64)
         complete = spans.completes()
-        sums, real_sums = (_summed(rows[complete], which[complete], n) for rows in (counts, reals))
+        if complete.all():
+            sums, real_sums = _summed(counts, which, n), _summed(reals, which, n)
+        else:
+            sums, real_sums = (_summed(rows[complete], which[complete], n) for rows in (counts, reals))
         request, end = spans.request[ends], spans.reached[ends]
         token = np.zeros(n, np.int64)
         # Requests one by one: of each the interval that was open, and the one that stays so.
@@ -283,47 +291,47 @@ class _Spans:
         complete: npt.NDArray[np.bool_] = until - ends < until[last[: rank[-1] + 1]][rank] if len(ends) else ends
         return complete
 
-    def device_accounts(self) -> Ints:
+    def put_device(self, spent: Ints) -> None:
         """While the step ran: its accounts, of the part that lies behind what is booked already."""
         begin, end = np.maximum(self.begun, self._from), np.maximum(self.ended, self._from)
         whole, left = self.ended - self.begun, end - begin
-        booked = self._device
+        spent[:] = self._device
         cut = np.flatnonzero(left < whole)
         if len(cut):
-            booked = booked.copy()
-            booked[cut] = _scaled(booked[cut], left[cut], whole[cut])
+            spent[cut] = _scaled(spent[cut], left[cut], whole[cut])
         again = np.flatnonzero(self._recomputes)
         if len(again):
-            neighbours, total = booked[again, Account.NEIGHBOURS], booked[again].sum(axis=1)
-            booked = booked.copy()
-            booked[again] = 0
-            booked[again, Account.NEIGHBOURS], booked[again, Account.PREEMPTED] = neighbours, total - neighbours
-        return booked
+            neighbours, total = spent[again, Account.NEIGHBOURS], spent[again].sum(axis=1)
+            spent[again] = 0
+            spent[again, Account.NEIGHBOURS], spent[again, Account.PREEMPTED] = neighbours, total - neighbours
 
-    def before(self, timeline: Timeline) -> Ints:
+    def add_before(self, spent: Ints, timeline: Timeline) -> None:
         """From what is booked already to the step's begin."""
         begin, end = self._from, np.maximum(self.begun, self._from)
         thrown = self.preempted != NEVER
-        out = np.where(thrown, np.clip(self.preempted, begin, end), begin)  # from here on it waits to be planned
-        planned = np.where(thrown | self._unstarted, np.clip(self.planned, out, end), out)
-        waits = np.zeros((len(begin), N_ACCOUNTS), np.int64)
-        rows = np.arange(len(begin))
-        waits[rows, np.where(self._unstarted, Account.QUEUE, Account.PREEMPTED)] = planned - out
-        busy_account = np.where(self._unstarted, Account.QUEUE, Account.NEIGHBOURS)
-        for low, high in ((begin, out), (planned, end)):
-            idle = timeline.idle_host(low, high)
-            waits += idle
-            waits[rows, busy_account] += high - low - idle.sum(axis=1)
-        return waits
+        waits = np.flatnonzero(thrown | self._unstarted)  # to be planned
+        planned = begin
+        if len(waits):
+            out = np.where(thrown, np.clip(self.preempted, begin, end), begin)  # from here on it waits
+            planned = np.where(thrown | self._unstarted, np.clip(self.planned, out, end), out)
+            account = np.where(self._unstarted, Account.QUEUE, Account.PREEMPTED)[waits]
+            spent[waits, account] += (planned - out)[waits]
+            self._add_idle(spent, timeline, begin, out)
+        self._add_idle(spent, timeline, planned, end)
 
-    def behind(self, timeline: Timeline) -> Ints:
+    def _add_idle(self, spent: Ints, timeline: Timeline, begin: Ints, end: Ints) -> None:
+        """What the host did while the device did not run; while it did, others were served."""
+        busy = end - begin - timeline.add_idle_host(spent, begin, end)
+        rows = np.flatnonzero(busy)
+        spent[rows, np.where(self._unstarted[rows], Account.QUEUE, Account.NEIGHBOURS)] += busy[rows]
+
+    def add_behind(self, spent: Ints, timeline: Timeline) -> None:
         """From the step's end until the token could be used, and until it was taken; nothing for spans without."""
         begin = np.maximum(self.ended, self._from)
         usable = np.where(self.taken == NEVER, begin, np.maximum(self.usable, begin))
         taken = np.where(self.taken == NEVER, begin, np.maximum(self.taken, usable))
-        spent = timeline.host(begin, usable)
+        timeline.add_host(spent, begin, usable)
         spent[:, Account.DELIVER] += taken - usable
-        return spent
 
 
 def _summed(rows: Any, which: Ints, n: int) -> Any:

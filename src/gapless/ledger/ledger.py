@@ -9,8 +9,10 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +25,7 @@ from gapless.ledger.accounts import N_ACCOUNTS
 from gapless.ledger.attribute import SpanColumns, attribute
 from gapless.ledger.books import NEVER, Books, Chunk, Intervals
 from gapless.ledger.shares import N_SHARES, N_TIMES, TIMED
-from gapless.step import Span, StepPlan, StepResult
+from gapless.step import Span, StepPlan
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -86,7 +88,10 @@ class Ledger:
 
     ``taken`` and ``left`` may be called by any thread, the rest by the one that drives the engine.
 
-    ``host(account)`` notes what the host works for from now on.
+    Attributes:
+        marks: times and accounts, by turns, in ascending order: what the host did from when on. Whoever drives the
+            engine appends to it.
+        due: whether so much has gathered that it should be booked.
 
     Args:
         profile: reads the stamps of steps.
@@ -111,14 +116,11 @@ class Ledger:
         self._kept: deque[Intervals] = deque()
         self._n_kept = 0
         self._worst: list[tuple[int, int, int, WorstToken]] = []  # a heap
-        self._marks: list[int] = []  # time and account, by turns
-        self.host = _marker(self._marks)
-        self._planning = 0
-        self._launched: deque[tuple[StepPlan, int]] = deque()
-        self._landed: list[tuple[StepPlan, int, int]] = []  # with the times of planning and landing
+        self.marks: list[int] = []
+        self.due = False
+        assert profile.kept >= BATCH_STEPS, "stamps must last until they are booked"
+        self._landed: list[tuple[StepPlan, int, int, Any, list[int]]] = []  # as ``landed`` is told of them
         self._n_spans = 0
-        self._stamps: npt.NDArray[np.int64] | None = None
-        self._usable: list[int] = []  # step, request and time, by turns
         self._arrivals: dict[int, int] = {}
         self._preemptions: list[tuple[int, int]] = []
         self._ended: list[int] = []
@@ -144,25 +146,17 @@ class Ledger:
         if read:
             self._readers[request] = deque()
 
-    def planning(self) -> None:
-        """The next step is being planned from now on."""
-        self._planning = time.perf_counter_ns()
+    def landed(self, plan: StepPlan, planning_ns: int, landed_ns: int, stamps: Any, usable: list[int]) -> None:
+        """A step has landed, and its tokens can be used.
 
-    def launched(self, plan: StepPlan) -> None:
-        self._launched.append((plan, self._planning))
-
-    def landed(self, result: StepResult) -> None:
-        """The oldest step that was launched has landed."""
-        n = len(self._landed)
-        if self._stamps is None or n == len(self._stamps):
-            self._stamps = _grown(self._stamps, result.stamps)
-        self._stamps[n] = result.stamps
-        self._landed.append((*self._launched.popleft(), time.perf_counter_ns()))
-        self._n_spans += len(self._landed[-1][0].spans)
-
-    def usable(self, request: int) -> None:
-        """The token of the step that has just landed can be used."""
-        self._usable += (self._landed[-1][0].step_id, request, time.perf_counter_ns())
+        Args:
+            planning_ns, landed_ns: when its planning began, and when it landed.
+            stamps: that its result carries.
+            usable: requests, and when their token could be used, by turns.
+        """
+        self._landed.append((plan, planning_ns, landed_ns, stamps, usable))
+        self._n_spans += len(plan.spans)
+        self.due = self._n_spans >= BATCH_SPANS or len(self._landed) >= BATCH_STEPS
 
     def preempted(self, request: int) -> None:
         self._preemptions.append((request, time.perf_counter_ns()))
@@ -170,14 +164,6 @@ class Ledger:
     def ended(self, request: int) -> None:
         """No token of it comes any more."""
         self._ended.append(request)
-
-    def failed(self) -> None:
-        """The steps in flight will not land."""
-        self._launched.clear()
-
-    @property
-    def due(self) -> bool:
-        return self._n_spans >= BATCH_SPANS or len(self._landed) >= BATCH_STEPS
 
     # --- by readers
 
@@ -198,11 +184,12 @@ class Ledger:
         """Book what has landed."""
         if not self._landed and not self._ended:
             return
-        steps = [plan.step_id for plan, _, _ in self._landed]
+        steps = [plan.step_id for plan, *_ in self._landed]
         times, rows = self._rows()
         ready, self._held = self._ready(rows)
-        marks = np.array(self._marks, np.int64).reshape(-1, 2)
-        self._marks.clear()
+        marks = np.array(self.marks, np.int64).reshape(-1, 2)
+        self.marks.clear()
+        self.due = False
         held = set() if self._held is None else set(self._held.request.tolist())
         over, self._ended = [r for r in self._ended if r not in held], [r for r in self._ended if r in held]
         chunk = Chunk(
@@ -235,17 +222,18 @@ class Ledger:
         empty = np.zeros(0, np.int64)
         if not landed:
             return DeviceTimes(empty, empty, empty.reshape(0, 0), empty.reshape(0, 0)), self._held or _Rows.empty()
-        assert self._stamps is not None
-        plans = [plan for plan, _, _ in landed]
-        planned, landing = (np.array([each[i] for each in landed], np.int64) for i in (1, 2))
-        times = _clipped(self._profile.times(self._stamps[: len(landed)]), planned, landing)
+        plans, planning, landing, stamps, usable = zip(*landed, strict=True)
+        planned = np.array(planning, np.int64)
+        times = _clipped(self._profile.times(stamps), planned, np.array(landing, np.int64))
         spans = [span for plan in plans for span in plan.spans]
         index = np.repeat(np.arange(len(plans)), [len(plan.spans) for plan in plans])
         step = np.array([plan.step_id for plan in plans], np.int64)[index]
         fields = list(zip(*spans, strict=True))
-        request, start, count = (np.array(fields[_FIELDS.index(f)], np.int64) for f in ("request_id", "start", "count"))
-        sample = np.array(fields[_FIELDS.index("sample")], bool)
-        n_prompt = np.array([self._prompts.get(r, -1) for r in fields[0]], np.int64)
+        request, start, count, sample = (
+            np.fromiter(fields[_FIELDS.index(name)], kind, len(spans))
+            for name, kind in (("request_id", np.int64), ("start", np.int64), ("count", np.int64), ("sample", bool))
+        )
+        n_prompt = np.fromiter(map(self._prompts.get, fields[0], repeat(-1)), np.int64, len(spans))
         columns = SpanColumns(index, start, count, sample, (start < n_prompt) | (count > 1))
         booked = attribute(self._counter, self.ceilings, times, columns)
         self.totals.share += booked.share.sum(axis=0).astype(object)
@@ -259,7 +247,7 @@ class Ledger:
             planned[index],
             times.begun[index],
             times.ended[index],
-            self._usable_of(step, request),
+            _usable_of(plans, usable, step, request),
             booked.device,
             booked.floor,
             booked.share,
@@ -281,18 +269,6 @@ class Ledger:
             self.totals.joules[list(TIMED)] += of_spans.sum(axis=0)
         joules: Floats = of_spans.sum(axis=1)
         return joules
-
-    def _usable_of(self, step: Ints, request: Ints) -> Ints:
-        found = np.full(len(step), NEVER, np.int64)
-        if self._usable:
-            steps, requests, times = np.array(self._usable, np.int64).reshape(-1, 3).T
-            self._usable.clear()
-            keys, wanted = (steps << 32) + requests, (step << 32) + request
-            order = np.argsort(keys, kind="stable")
-            at = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
-            there = keys[order][at] == wanted
-            found[there] = times[order][at][there]
-        return found
 
     def _ready(self, rows: _Rows) -> tuple[_Rows, _Rows | None]:
         """Rows that can be booked, when their tokens were taken set; and those whose readers are behind."""
@@ -318,12 +294,12 @@ class Ledger:
         t.device_ns += int((times.ended - times.begun).sum())
         t.tokens += len(intervals)
         t.wall_ns += int((intervals.end - intervals.begin).sum())
-        t.spent_ns += intervals.spent.sum(axis=0)
-        t.floor_ns += intervals.floor.sum(axis=0)
-        later = intervals.token > 0
-        t.later_tokens += int(later.sum())
-        t.later_spent_ns += intervals.spent[later].sum(axis=0)
-        t.later_floor_ns += intervals.floor[later].sum(axis=0)
+        spent, floor, first = intervals.spent.sum(axis=0), intervals.floor.sum(axis=0), intervals.token == 0
+        t.spent_ns += spent
+        t.floor_ns += floor
+        t.later_tokens += len(first) - int(first.sum())
+        t.later_spent_ns += spent - intervals.spent[first].sum(axis=0)
+        t.later_floor_ns += floor - intervals.floor[first].sum(axis=0)
         t.hidden_ns = self._books.hidden
         t.undelivered += self._books.undelivered.astype(object)
         self._books.undelivered = np.zeros(N_SHARES, np.int64)
@@ -334,7 +310,8 @@ class Ledger:
         self._note_worst(intervals)
 
     def _note_worst(self, intervals: Intervals) -> None:
-        for _, token in worst_of(intervals):
+        least = self._worst[0][0] if len(self._worst) == N_WORST else 0
+        for _, token in worst_of(intervals, longer_than=least):
             entry = (token.length, -token.step, -token.request, token)
             if len(self._worst) < N_WORST:
                 heapq.heappush(self._worst, entry)
@@ -342,15 +319,16 @@ class Ledger:
                 heapq.heapreplace(self._worst, entry)
 
 
-def worst_of(intervals: Intervals, run: Ints | None = None) -> list[tuple[int, WorstToken]]:
+def worst_of(intervals: Intervals, run: Ints | None = None, longer_than: int = 0) -> list[tuple[int, WorstToken]]:
     """The tokens behind the first of their request that were waited for longest, one of each step, with their places.
 
     Args:
         run: of each interval, where steps of several runs are counted from the start in each.
+        longer_than: nanoseconds.
     """
     i = intervals
     length = np.where(i.token > 0, i.end - i.begin, 0)
-    later = np.flatnonzero(length)
+    later = np.flatnonzero(length > longer_than)
     order = later[np.lexsort((i.request[later], i.step[later], -length[later]))]
     step = i.step if run is None else i.step + (run << 40)
     found: list[tuple[int, WorstToken]] = []
@@ -361,7 +339,7 @@ def worst_of(intervals: Intervals, run: Ints | None = None) -> list[tuple[int, W
         if int(step[at]) in seen:
             continue
         seen.add(int(step[at]))
-        alike = int((step[later] == step[at]).sum()) - 1
+        alike = int(((step == step[at]) & (length > 0)).sum()) - 1
         token = WorstToken(
             int(length[at]), int(i.request[at]), int(i.token[at]), int(i.step[at]), tuple(i.spent[at].tolist()),
             int(i.beside[at]), alike,
@@ -396,6 +374,8 @@ class _Rows:
         return cls(none, none, none, none, none, none, none, none, wide, reals, share, none, reals[:, 0])
 
     def part(self, which: npt.NDArray[np.bool_]) -> _Rows:
+        if which.all():
+            return self
         return _Rows(**{name: column[which] if len(column) else column for name, column in vars(self).items()})
 
     def joined(self, other: _Rows) -> _Rows:
@@ -403,14 +383,22 @@ class _Rows:
         return _Rows(**{name: np.concatenate([mine[name], more[name]]) for name in mine if name != "taken"})
 
 
-def _marker(marks: list[int]) -> Callable[[int], None]:
-    """A function that notes what account the host works for from now on. It runs several times a step: no lookups."""
-    note, now = marks.extend, time.perf_counter_ns
-
-    def host(account: int) -> None:
-        note((now(), account))
-
-    return host
+def _usable_of(plans: Sequence[StepPlan], usable: Sequence[list[int]], step: Ints, request: Ints) -> Ints:
+    """When each span's token could be used, or ``NEVER``."""
+    flat = np.array(list(chain.from_iterable(usable)), np.int64)
+    requests, times = flat[::2], flat[1::2]
+    ids = np.array([plan.step_id for plan in plans], np.int64)
+    steps = np.repeat(ids, [len(each) // 2 for each in usable])
+    keys, wanted = (steps << 32) + requests, (step << 32) + request
+    if np.array_equal(keys, wanted):
+        return times
+    found = np.full(len(step), NEVER, np.int64)
+    if len(keys):
+        order = np.argsort(keys, kind="stable")
+        at = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
+        there = keys[order][at] == wanted
+        found[there] = times[order][at][there]
+    return found
 
 
 def _clipped(times: DeviceTimes, earliest: Ints, latest: Ints) -> DeviceTimes:
@@ -425,10 +413,3 @@ def _clipped(times: DeviceTimes, earliest: Ints, latest: Ints) -> DeviceTimes:
     part = np.minimum(1.0, (ended - begun) / np.maximum(inside, 1))
     by_kind, waited = ((each * part[:, None]).astype(np.int64) for each in (times.by_kind, times.waited))
     return DeviceTimes(begun, ended, by_kind, waited)
-
-
-def _grown(stamps: Ints | None, like: Ints) -> Ints:
-    """Room for more stamps like these, with those that are there."""
-    if stamps is None:
-        return np.zeros((BATCH_STEPS, *like.shape), np.int64)
-    return np.concatenate([stamps, np.zeros_like(stamps)])

@@ -87,9 +87,11 @@ def shares(works: Mapping[OpKind, Ints], bound: Ints, times: DeviceTimes, keys: 
     of_tokens[:, Share.LAUNCH_NS] = times.ended - times.begun - whole
     if len(keys.step) == n_steps:  # one request in each
         return of_tokens + of_context + of_samples
-    found = divided(of_tokens, keys.tokens, keys)
+    if (keys.samples == keys.tokens).all():  # all of them decode
+        found = divided(of_tokens + of_samples, keys.tokens, keys)
+    else:
+        found = divided(of_tokens, keys.tokens, keys) + divided(of_samples, keys.samples, keys)
     found += divided(of_context, keys.context, keys)
-    found += divided(of_samples, keys.samples, keys)
     return found
 
 

@@ -38,17 +38,31 @@ class Timeline:
 
     def host(self, begin: Ints, end: Ints) -> Ints:
         """Of intervals, what the host did in each: (intervals, accounts)."""
-        return self._between(begin, end, self._spent, False)
+        spent = np.zeros((len(begin), N_ACCOUNTS), np.int64)
+        self.add_host(spent, begin, end)
+        return spent
 
     def idle_host(self, begin: Ints, end: Ints) -> Ints:
         """The same of the time in which the device did not run."""
-        return self._between(begin, end, self._idle, True)
+        spent = np.zeros((len(begin), N_ACCOUNTS), np.int64)
+        self.add_idle_host(spent, begin, end)
+        return spent
 
-    def _between(self, begin: Ints, end: Ints, cumulated: Ints, only_idle: bool) -> Ints:
-        found = np.zeros((len(begin), N_ACCOUNTS), np.int64)
+    def add_host(self, spent: Ints, begin: Ints, end: Ints) -> None:
+        """Add what the host did in intervals to rows of ``spent``, whose columns begin with the accounts."""
+        self._add(spent, begin, end, self._spent, False)
+
+    def add_idle_host(self, spent: Ints, begin: Ints, end: Ints) -> Ints:
+        """The same of the time in which the device did not run; returns of each interval how long that was."""
+        return self._add(spent, begin, end, self._idle, True)
+
+    def _add(self, spent: Ints, begin: Ints, end: Ints, cumulated: Ints, only_idle: bool) -> Ints:
+        found = np.zeros(len(begin), np.int64)
         rows = np.flatnonzero(end > begin)
-        spent = self._until(end[rows], cumulated, only_idle) - self._until(begin[rows], cumulated, only_idle)
-        found[rows[:, None], self._columns] = spent
+        if len(rows):
+            part = self._until(end[rows], cumulated, only_idle) - self._until(begin[rows], cumulated, only_idle)
+            spent[rows[:, None], self._columns] += part
+            found[rows] = part.sum(axis=1)
         return found
 
     def _until(self, times: Ints, cumulated: Ints, only_idle: bool) -> Ints:
