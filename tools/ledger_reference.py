@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from gapless.ledger.accounts import ACCOUNTS
+from gapless.ledger.accounts import ABOVE_FLOORS, ACCOUNTS, Account
 from page import write_page
 
 HEAD = """# The ledger
 
 Every interval between two tokens of a request is booked wholly to accounts, in nanoseconds that add up: from when its
 reader had the token before (for the first one: from the request's arrival) to when its reader has it. `gapless bench`
-prints the books of its runs and [records them](#recorded-ledgers) for `gapless ledger`; `gapless generate --ledger`
-prints those of its answers.
+prints the books of its runs and [records them](#recorded-ledgers) for `gapless ledger`; `gapless generate` prints those
+of its answers on a terminal, and `/ledger` in `gapless chat` those of the conversation so far.
 
 Made by `tools/ledger_reference.py` from the table in `gapless.ledger.accounts`.
 
 ## Accounts
 
-| account | what is booked to it | floor | when it is large |
-|---|---|---|---|
+| account | what is booked to it | floor | when it is large | of a [waiting budget](#the-waiting-budget) |
+|---|---|---|---|---|
 """
 TAIL = """
 ## The critical path
@@ -53,14 +53,61 @@ Where prompts of others ran in the step, an operation's time is divided as its f
 gives to the step without those prompts stays with the request, and the rest is `neighbours`. Tokens that decode
 beside each other are no neighbours in this sense: each waits for all that the step reads.
 
+Between ranks the same rule divides a collective (there are none in this version: the accounts `link` and `network`
+stay empty). Each rank stamps its arrival, with clocks that are aligned beforehand; until the last one has come the
+others wait for it, which is `sync`, and only from there on bytes move:
+
+```text
+rank 0   work |~~~~~~ sync ~~~~~~|== link ==|
+rank 1   work ......... work ....|== link ==|
+                                 ^ the last arrival
+```
+
+## What a token cost
+
+What a request *waited for* is one question; what it *cost* is another. A step is booked once and divided over the
+requests that it computed for, and the parts add up to it exactly: nanoseconds, bytes and FLOPs.
+
+- An operation is divided equally over the tokens that it computed: weights that were read once are shared by all of
+  them, and so are `sync` and `launch`.
+- Attention is divided by the positions that each token looks back on.
+- Scores and sampling are divided over the tokens that were sampled.
+- Joules are divided as the time on the device is: what a meter has counted since the steps before, over their time.
+  Energy used while nothing ran is nobody's. Meters are NVML, AMD SMI and RAPL, through
+  [zeus](https://ml.energy/zeus/) (`pip install 'gapless[energy]'`); they measure whole packages and GPUs, whoever uses
+  them. Where there is none joules are null, and `gapless bench` says why.
+- What steps computed behind the last token that was delivered (of a request that was aborted, or one step too many) is
+  `undelivered`.
+
 ## What a program gets
 
-`gapless bench --json` has under `ledger` the number of `tokens` booked, `wall_seconds` and for each account `seconds`,
-`floor_seconds`, `ttft_seconds`, `tpot_seconds`, `tpot_floor_seconds`, `bytes`, `flops`, `joules` and `source`. Seconds
-are sums over tokens and add up to `wall_seconds`; `ttft_seconds` is the mean of first tokens, `tpot_seconds` (and its
-floor) that of the tokens behind them. Bytes and FLOPs are those of the steps, once each, however many tokens shared
-them. `joules` is null where nothing measures them. `hidden_seconds` is what the host did while the device ran, `worst`
-the tokens that were waited for longest.
+`gapless bench --json` has under `ledger` the number of `tokens` and `steps` booked, `wall_seconds`, `device_seconds`,
+`joules`, and under `accounts` for each account:
+
+- `seconds`, `floor_seconds`: sums over tokens; the seconds add up to `wall_seconds`.
+- `ttft_seconds`, `tpot_seconds`, `tpot_floor_seconds`: means of first tokens, and of the tokens behind them.
+- `device_seconds`, `bytes`, `flops`, `joules`: of the steps, once each, however many tokens shared them.
+- `source`: "measured", "modelled" or "replayed".
+
+`hidden_seconds` is what the host did while the device ran. `token_times` tells how even tokens came:
+
+- percentiles, each the least time that so many percent of the times between tokens do not exceed;
+- `jitter_seconds`, the mean difference, without its sign, of a time and the one before it in the same request: 0 where
+  tokens come at a steady pace, however slow. `jitter_accounts` is the same by account, in the direction in which the
+  whole moved, so that they add up;
+- `tail_over_seconds`, by how much the slowest hundredth (`tail_count`) is longer than the mean, and `tail_accounts`.
+
+They are of the last 65,536 tokens or so; sums are of all. `worst` are the ten tokens behind the first of their request
+that were waited for longest, one of each step, with the account that holds most of the time, `beside_tokens` (prompt
+tokens of others in its steps) and `others_of_step`. `undelivered` and `triangle` are explained beside this.
+
+## The waiting budget
+
+`--waiting-budget 20ms` (of `bench`, `generate` and `ledger show`) shares the time per token that a service promises
+(TPOT, behind the first token) over the accounts and holds it against what was spent. Every account gets its floor. What
+is left above the floors may be waited: accounts get the percentages of the table; those with a floor share theirs in
+proportion to it. `--waiting-budget 20ms,neighbours=8ms` sets what an account may take, its floor included; the rest is
+shared as before. A budget below the floors is refused: no tuning reaches it.
 
 ## The triangle
 
@@ -83,12 +130,8 @@ gapless ledger diff before.jsonl.gz after.jsonl.gz
 gapless ledger export before.jsonl.gz --format chrome --output trace.json
 ```
 
-`show` prints the books as `bench` does, then the times between tokens and the ten tokens behind the first of their
-request that were waited for longest, each with the account that holds most of its time. A time between tokens is that
-from when the reader had one token of a request to when it had the next. A percentile is the least time that so many
-percent of them do not exceed. *Jitter* is the mean difference, without its sign, of such a time and the one before it
-in the same request: 0 where tokens come at a steady pace, however slow. With `--json` there are the facts of the run,
-`ledger` as `bench` has it (`worst` with the `run` beside) and `token_times`.
+`show` prints the books as `bench` does. With `--json` there are the facts of the run and `ledger` as `bench` has it
+(`worst` with the `run` beside, where there are several).
 
 `diff` compares, account by account, the mean over runs of what a token of the run took. A change is *significant*
 where Welch's 95% interval for the difference of two means, from the runs' means, does not hold 0. With fewer than two
@@ -100,14 +143,17 @@ from hour to hour is not in their spread. Files may be of different models or lo
 
 One JSON value a line, in UTF-8; gzip where the name ends in `.gz`. It is written whole, or not at all.
 
-- The first line: `format` "gapless-ledger", `version` 1, `model`, `batch`, `prompt_tokens`, `output_tokens`, `runs`,
-  `threads`, `isa`, `ceilings` (that floors are taken from), `gapless` (its version), `accounts`, and under `token` and
-  `step` the names of the columns of those rows.
+- The first line: `format` "gapless-ledger", `version` 2, `model`, `batch`, `prompt_tokens`, `output_tokens`, `runs`,
+  `threads`, `isa`, `ceilings` (that floors are taken from), `gapless` (its version), `source`, `meters` (of joules),
+  `started_unix_ns` (when the times in the file begin), `accounts`, and under `token`, `step` and `host` the names of
+  the columns of those rows.
 - `["token", ...]`: `run` from 0, `request`, `token` in its request from 0, `step` that gave it, `begin_ns` and `end_ns`
-  from the first time in the file, `spent_ns` and `floor_ns` by account, without zeros.
-- `["step", ...]`: `run`, `step`, `begun_ns` and `ended_ns` on the device, `sync_ns` as the account has it.
-- The last line: the numbers of `tokens` and `steps`, the totals `wall_ns`, `device_ns`, `weight_bytes`, `kv_bytes` and
-  `flops`, and by account `spent_ns`, `floor_ns` and `hidden_ns`.
+  from the first time in the file, `beside_tokens`, `spent_ns` and `floor_ns` by account, `share` of the steps (time by
+  account, `flops`, `weight_bytes`, `kv_bytes`), `joules` or null. Zeros are left out.
+- `["step", ...]`: `run`, `step`, `begun_ns` and `ended_ns` on the device, `waited_ns` of each thread for the others.
+- `["host", ...]`: `run`, `begin_ns` and `account`: what the host did from then on.
+- The last line: the numbers of `tokens` and `steps`, `wall_ns`, `device_ns`, by account `spent_ns`, `floor_ns`,
+  `hidden_ns` and `joules` (or null), and `share` and `undelivered` of all steps.
 
 The accounts of a token add up to `end_ns - begin_ns`, and the totals to the sums of the rows; a reader that finds
 otherwise, or no last line, says so. A change that older readers would misread raises the version.
@@ -116,18 +162,25 @@ otherwise, or no last line, says so. A change that older readers would misread r
 
 - `jsonl`: an object a line for each token, with the names of the table above.
 - `chrome`: [trace events](https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsNchNAySU) for
-  Perfetto or `chrome://tracing`. Process 1 has a track for each request, with its tokens and in them their accounts,
-  process 2 the device's steps. Within a token the accounts are laid end to end in the order of the first table above:
-  the file has how long each took, not when.
+  Perfetto or `chrome://tracing`: a track for each request, with its tokens and in them their accounts; one for the
+  steps on the device, and one for each of its threads, how long it worked and then waited; and one for the thread that
+  drives the engine. Within a token the accounts are laid end to end in the order of the first table above, and so are
+  work and waiting in a step: the file has how long each took, not when.
 - `parquet` (needs `pip install gapless[export]`): a row for each token: `run`, `request`, `token`, `step`, `begin_ns`,
-  `end_ns`, then for each account `<account>_ns` (all int64) and `<account>_floor_ns` (double). The facts of the run are
-  JSON under the key `gapless-ledger` of the schema's metadata.
+  `end_ns`, `beside_tokens`, for each account `<account>_ns` (all int64) and `<account>_floor_ns` (double), for each
+  column of `share` `share_<column>` (int64), and `joules` (double, or null). The facts of the run are JSON under the
+  key `gapless-ledger` of the schema's metadata.
 """
 
 
 def reference() -> str:
-    rows = [f"| `{a.label}` | {info.meaning} | {info.floor} | {info.knob} |\n" for a, info in ACCOUNTS.items()]
-    return HEAD + "".join(rows) + TAIL
+    return HEAD + "".join(map(row, ACCOUNTS)) + TAIL
+
+
+def row(account: Account) -> str:
+    info = ACCOUNTS[account]
+    allowance = f"{ABOVE_FLOORS}% with others that have a floor" if info.allowance is None else f"{info.allowance}%"
+    return f"| `{account.label}` | {info.meaning} | {info.floor} | {info.knob} | {allowance} |\n"
 
 
 if __name__ == "__main__":
