@@ -51,7 +51,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("tool", ["cli_reference.py", "ledger_reference.py"])
+@pytest.mark.parametrize("tool", ["cli_reference.py", "ledger_reference.py", "time_page.py"])
 def test_pages_that_the_program_makes_are_current(tool: str) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / tool), "--check"],

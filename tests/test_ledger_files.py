@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -584,3 +586,53 @@ def test_the_group_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) 
     assert "export" in capsys.readouterr().out
     assert main(["ledger", "burn"]) == 2
     assert "see 'gapless ledger --help'" in capsys.readouterr().err
+
+
+# --- what bits a weight change
+
+
+def requantised(source: Path, target: Path, kind: GGMLQuantizationType) -> Path:
+    """The model with all its matrices in another format."""
+    reader = GGUFReader(source)
+    writer = GGUFWriter(str(target), str(reader.fields["general.architecture"].contents()))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            part = field.types[1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], part)
+    for tensor in reader.tensors:
+        if len(tensor.shape) == 1:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        else:
+            values = quantize(dequantize(tensor.data, tensor.tensor_type), kind)
+            writer.add_tensor(tensor.name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.slow
+def test_twice_the_bits_of_weights_are_booked_to_weights(
+    real_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing else differs between the two models: what a token waits longer is the weights'.
+
+    Others may hold the machine for a while, and then nothing is significant: it is measured again.
+    """
+    load = ("--runs", "6", "--prompt-tokens", "4", "--output-tokens", "48", "--kv-memory", "64MB")
+    kinds = {"four": GGMLQuantizationType.Q4_0, "eight": GGMLQuantizationType.Q8_0}
+    models = {name: requantised(real_model, tmp_path / f"{name}.gguf", kind) for name, kind in kinds.items()}
+    for _ in range(5):
+        for name, model in models.items():
+            assert main(["bench", str(model), *load, "--ledger-file", str(tmp_path / name)]) == 0
+        capsys.readouterr()
+        assert main(["ledger", "diff", str(tmp_path / "four"), str(tmp_path / "eight"), "--json"]) == 0
+        found = {change["account"]: change for change in json.loads(capsys.readouterr().out)["accounts"]}
+        weights, in_all = found["weights"], found["in all"]
+        others = [abs(c["change_seconds"]) for name, c in found.items() if name not in ("weights", "in all")]
+        if weights["significant"] and in_all["significant"] and weights["change_seconds"] > 2 * max(others):
+            break
+    assert weights["verdict"] == in_all["verdict"] == "more"
+    assert weights["change_seconds"] > 2 * max(others)
+    assert weights["change_seconds"] > 0.7 * in_all["change_seconds"]
