@@ -170,6 +170,12 @@ otherwise, or no last line, says so. A change that older readers would misread r
   `end_ns`, `beside_tokens`, for each account `<account>_ns` (all int64) and `<account>_floor_ns` (double), for each
   column of `share` `share_<column>` (int64), and `joules` (double, or null). The facts of the run are JSON under the
   key `gapless-ledger` of the schema's metadata.
+- `prometheus` (needs `pip install gapless[export]`): metrics in the text format that Prometheus scrapes. Counters by
+  `account`: `gapless_ledger_seconds_total`, `gapless_ledger_floor_seconds_total`, `gapless_ledger_hidden_seconds_total`
+  (of the totals), `gapless_ledger_device_seconds_total` and `gapless_ledger_joules_total` (of the steps, once each;
+  joules are left out where they are not known). Counters `gapless_ledger_tokens_total`, `gapless_ledger_steps_total`,
+  `gapless_ledger_flops_total` and, by `kind` (`weights`, `kv`), `gapless_ledger_bytes_total`. The histogram
+  `gapless_ledger_token_seconds` has the times between two tokens of a request.
 """
 
 

@@ -123,24 +123,28 @@ def _row(c: Change) -> str:
 
 @command.command("export")
 @click.argument("file", type=_FILE)
-@click.option("--format", "form", type=click.Choice(["jsonl", "chrome", "parquet"]), required=True,
-              help="JSON lines, Chrome trace events (for Perfetto), or Parquet.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["jsonl", "chrome", "parquet", "prometheus"]), required=True,
+              help="JSON lines, Chrome trace events (for Perfetto), Parquet, or metrics for Prometheus.")  # fmt: skip
 @click.option("--output", type=_FILE, metavar="PATH", required=True, help="Where to; replaced if it is there.")
 @json_option
 def export(file: Path, form: str, output: Path, as_json: bool) -> None:
-    """Write the books in another format. Parquet needs pip install gapless[export]."""
+    """Write the books in another format. Parquet and Prometheus need pip install gapless[export]."""
     from gapless.ledger import export as exports
     from gapless.ledger.file import read
     from gapless.ledger.whole import writing
 
-    if form == "parquet":
-        exports.check_parquet()
+    exports.check(form)
     recorded = read(file)
     if output.exists() and output.samefile(file):
         raise RequestError(f"output = {str(output)!r} is the ledger itself", "give another path")
-    writer = {"jsonl": exports.write_jsonl, "chrome": exports.write_chrome, "parquet": exports.write_parquet}[form]
+    writers = {
+        "jsonl": exports.write_jsonl,
+        "chrome": exports.write_chrome,
+        "parquet": exports.write_parquet,
+        "prometheus": exports.write_prometheus,
+    }
     with writing(output, "output") as target:
-        writer(recorded, target)
+        writers[form](recorded, target)
     n_bytes, tokens, steps = output.stat().st_size, recorded.totals.tokens, recorded.totals.steps
     if as_json:
         write_json({"path": str(output), "format": form, "tokens": tokens, "steps": steps, "bytes": n_bytes})

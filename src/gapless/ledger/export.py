@@ -1,22 +1,35 @@
-"""Recorded ledgers for other programs: JSON lines, Chrome trace events, Parquet."""
+"""Recorded ledgers for other programs: JSON lines, Chrome trace events, Parquet, metrics for Prometheus."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any, BinaryIO
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from gapless.errors import GaplessError
 from gapless.ledger.accounts import Account
 from gapless.ledger.file import FORMAT, Recorded, by_label, share_by_label
+from gapless.ledger.prometheus import TokenSeconds, families
 from gapless.ledger.shares import Share
 
 REQUESTS, DEVICE, HOST = 1, 2, 3  # the processes of a trace
 _NUMBERS = ("run", "request", "token", "step", "begin_ns", "end_ns", "beside_tokens")
+_LIBRARIES = {"parquet": ("pyarrow", "pyarrow.parquet"), "prometheus": ("prometheus_client", "prometheus_client")}
+
+
+def check(form: str) -> None:
+    """Raises GaplessError where the library that writes a format is not installed."""
+    library, module = _LIBRARIES.get(form, ("", "json"))
+    try:
+        import_module(module)
+    except ImportError:
+        problem = f"{form} is written by {library}, which is not there"
+        raise GaplessError(problem, "pip install gapless[export]") from None
 
 
 def write_jsonl(recorded: Recorded, file: BinaryIO) -> None:
@@ -43,8 +56,7 @@ def write_chrome(recorded: Recorded, file: BinaryIO) -> None:
 
 
 def write_parquet(recorded: Recorded, file: BinaryIO) -> None:
-    """A row for each interval. Raises GaplessError where pyarrow is not installed."""
-    check_parquet()
+    """A row for each interval; ``check`` has found pyarrow."""
     import pyarrow
     from pyarrow import parquet
 
@@ -63,12 +75,25 @@ def write_parquet(recorded: Recorded, file: BinaryIO) -> None:
     parquet.write_table(table, file, compression="zstd")
 
 
-def check_parquet() -> None:
-    """Raises GaplessError where pyarrow is not installed."""
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError:
-        raise GaplessError("parquet is written by pyarrow, which is not there", "pip install gapless[export]") from None
+def write_prometheus(recorded: Recorded, file: BinaryIO) -> None:
+    """The text format that Prometheus scrapes; ``check`` has found its library."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    times = TokenSeconds()
+    times.add(recorded.intervals)
+    registry = CollectorRegistry()
+    registry.register(cast(Any, _Families(list(families(recorded.totals, times)))))
+    file.write(generate_latest(registry))
+
+
+@dataclass(eq=False)  # the registry wants its hash
+class _Families:
+    """As a collector of the library, which has a class for it that cannot be named where the library is missing."""
+
+    found: list[Any]
+
+    def collect(self) -> list[Any]:
+        return self.found
 
 
 def _arrow_type(column: Any) -> Any:
