@@ -176,6 +176,19 @@ otherwise, or no last line, says so. A change that older readers would misread r
   joules are left out where they are not known). Counters `gapless_ledger_tokens_total`, `gapless_ledger_steps_total`,
   `gapless_ledger_flops_total` and, by `kind` (`weights`, `kv`), `gapless_ledger_bytes_total`. The histogram
   `gapless_ledger_token_seconds` has the times between two tokens of a request.
+- `otlp`: OpenTelemetry spans. Each run is a trace: a span `gapless run`, and below it a span `gapless request` for each
+  request, from its arrival to when its reader had its last token, with an event `first token`. Of the request's tokens
+  (and of all tokens, at the run) there are `gapless.tokens`, `gapless.ttft.seconds`, `gapless.tpot.seconds`,
+  `gapless.account.<account>.seconds` and `.floor_seconds`; of what steps cost `gapless.share.device.seconds`,
+  `gapless.share.<account>.seconds`, `gapless.share.flops`, `.weight_bytes`, `.kv_bytes`, and `gapless.joules` where
+  they are known. Accounts with nothing are left out. The resource has `service.name` "gapless", `service.version`,
+  `gapless.model`, `.threads`, `.isa` and `.source`. Ids are made of `started_unix_ns`, `run` and `request`: an export
+  that is repeated gives the same spans.
+
+  A path gets JSON lines as the collector's `otlpjsonfile` receiver reads them. An address such as
+  `http://localhost:4318` is posted to, at `/v1/traces` below it (needs `pip install gapless[export]`), in messages of
+  200 spans that may take 10 seconds each. User and password in the address become a header; neither they nor a query
+  are ever printed. Proxies are those of `http_proxy` and `https_proxy`; a redirection is an error.
 """
 
 

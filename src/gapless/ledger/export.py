@@ -19,7 +19,12 @@ from gapless.ledger.shares import Share
 
 REQUESTS, DEVICE, HOST = 1, 2, 3  # the processes of a trace
 _NUMBERS = ("run", "request", "token", "step", "begin_ns", "end_ns", "beside_tokens")
-_LIBRARIES = {"parquet": ("pyarrow", "pyarrow.parquet"), "prometheus": ("prometheus_client", "prometheus_client")}
+OTLP_HTTP = "otlp over HTTP"
+_LIBRARIES = {
+    "parquet": ("pyarrow", "pyarrow.parquet"),
+    "prometheus": ("prometheus_client", "prometheus_client"),
+    OTLP_HTTP: ("opentelemetry-proto", "opentelemetry.proto.collector.trace.v1.trace_service_pb2"),
+}
 
 
 def check(form: str) -> None:
