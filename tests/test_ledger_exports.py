@@ -105,6 +105,66 @@ def test_a_table_of_parquet(measured: Path, tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "empty").num_rows == 0
 
 
+WHOLE = [
+    *("run", "request", "token", "step", "begin_ns", "end_ns", "beside_tokens"),
+    *(f"{a.label}_ns" for a in Account),
+    *(f"share_{s.label}" for s in Share),
+]
+REAL = [*(f"{a.label}_floor_ns" for a in Account), "joules"]
+
+
+@pytest.fixture(scope="module")
+def parquet(measured: Path) -> Path:
+    """Of books in which the joules of every other token are known."""
+    pytest.importorskip("pyarrow.parquet")
+    books = read(measured)
+    books.intervals.joules[::2] = 0.5
+    path = measured.with_name("before.parquet")
+    with path.open("wb") as file:
+        write_parquet(books, file)
+    return path
+
+
+def test_pandas_reads_parquet(measured: Path, parquet: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame, i = pandas.read_parquet(parquet), read(measured).intervals
+    types = {name: str(kind) for name, kind in frame.dtypes.items()}
+    assert types == dict.fromkeys(WHOLE, "int64") | dict.fromkeys(REAL, "float64")
+    length = frame["end_ns"] - frame["begin_ns"]
+    assert (frame[[f"{a.label}_ns" for a in Account]].sum(axis=1) == length).all()
+    assert length.tolist() == (i.end - i.begin).tolist()
+    assert frame["joules"].notna().tolist() == [True, False] * (len(i) // 2)
+
+
+def test_duckdb_queries_parquet(parquet: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    found = duckdb.sql(f"SELECT column_name, column_type FROM (DESCRIBE FROM '{parquet}')").fetchall()
+    assert dict(found) == dict.fromkeys(WHOLE, "BIGINT") | dict.fromkeys(REAL, "DOUBLE")
+    spent = " + ".join(f"{a.label}_ns" for a in Account)
+    query = f"SELECT count(*), count(*) FILTER ({spent} = end_ns - begin_ns), count(joules) FROM '{parquet}'"
+    n = RUNS * BATCH * TOKENS
+    assert duckdb.sql(query).fetchall() == [(n, n, n // 2)]
+
+
+def test_the_query_of_the_documentation(measured: Path, parquet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    page = (Path(__file__).parents[1] / "docs" / "ledger.md").read_text()
+    (query,) = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(parquet.parent)
+    rows, books = duckdb.sql(query).fetchall(), read(measured)
+    i = books.intervals
+    assert len(rows) == RUNS * BATCH
+    assert [row[3] for row in rows] == sorted((row[3] for row in rows), reverse=True)
+    for run, request, ttft_ms, p99_ms, for_others, weight_bytes in rows:
+        mine = (books.run == run) & (i.request == request)
+        length, first = (i.end - i.begin)[mine], i.token[mine] == 0
+        others = i.spent[mine][:, [Account.QUEUE, Account.PREEMPTED, Account.NEIGHBOURS]]
+        assert ttft_ms == pytest.approx(length[first].sum() / 1e6)
+        assert p99_ms == pytest.approx(length[~first].max() / 1e6)
+        assert for_others == pytest.approx(others.sum() / length.sum())
+        assert weight_bytes == pytest.approx(i.share[mine, Share.WEIGHT_BYTES].mean())
+
+
 @pytest.mark.parametrize(
     ("form", "library", "modules"),
     [

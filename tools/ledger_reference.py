@@ -169,7 +169,21 @@ otherwise, or no last line, says so. A change that older readers would misread r
 - `parquet` (needs `pip install gapless[export]`): a row for each token: `run`, `request`, `token`, `step`, `begin_ns`,
   `end_ns`, `beside_tokens`, for each account `<account>_ns` (all int64) and `<account>_floor_ns` (double), for each
   column of `share` `share_<column>` (int64), and `joules` (double, or null). The facts of the run are JSON under the
-  key `gapless-ledger` of the schema's metadata.
+  key `gapless-ledger` of the schema's metadata. DuckDB, for one, queries the file as it lies there. Which requests had
+  the slowest tokens, and what part of their time others took:
+
+  ```sql
+  SELECT run, request,
+         sum(end_ns - begin_ns) FILTER (token = 0) / 1e6 AS ttft_ms,
+         quantile_disc(end_ns - begin_ns, 0.99) FILTER (token > 0) / 1e6 AS p99_ms,
+         sum(queue_ns + preempted_ns + neighbours_ns) / sum(end_ns - begin_ns) AS for_others,
+         sum(share_weight_bytes) / count(*) AS weight_bytes_a_token
+  FROM 'before.parquet'
+  GROUP BY run, request
+  ORDER BY p99_ms DESC
+  LIMIT 10
+  ```
+
 - `prometheus` (needs `pip install gapless[export]`): metrics in the text format that Prometheus scrapes. Counters by
   `account`: `gapless_ledger_seconds_total`, `gapless_ledger_floor_seconds_total`, `gapless_ledger_hidden_seconds_total`
   (of the totals), `gapless_ledger_device_seconds_total` and `gapless_ledger_joules_total` (of the steps, once each;
