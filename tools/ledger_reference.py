@@ -165,8 +165,8 @@ otherwise, or no last line, says so. A change that older readers would misread r
   Perfetto or `chrome://tracing`: a track for each request, with its tokens and in them their accounts; one for the
   steps on the device, and one for each of its threads, how long it worked and then waited; and one for the thread that
   drives the engine. Within a token the accounts are laid end to end in the order of the first table above, and so are
-  work and waiting in a step: the file has how long each took, not when. Times are microseconds in steps of 1/4096, which
-  viewers add up without rounding: they drop events that overlap by the last digit.
+  work and waiting in a step: the file has how long each took, not when. Times are multiples of 1/4096 microsecond,
+  which viewers add up without rounding: they drop events that overlap by the last digit.
 - `parquet` (needs `pip install gapless[export]`): a row for each token: `run`, `request`, `token`, `step`, `begin_ns`,
   `end_ns`, `beside_tokens`, for each account `<account>_ns` (all int64) and `<account>_floor_ns` (double), for each
   column of `share` `share_<column>` (int64), and `joules` (double, or null). The facts of the run are JSON under the
