@@ -23,6 +23,7 @@ from gapless.ledger.accounts import Account
 from gapless.ledger.compare import changes, t_quantile, welch, worst
 from gapless.ledger.export import write_chrome, write_jsonl
 from gapless.ledger.file import MAX_LINE_BYTES, Recorded, RecordedSteps, read, write
+from gapless.ledger.otlp import write_otlp
 from gapless.ledger.report import lines, summary_of
 from gapless.ledger.stability import TokenTimes, token_times
 from recorded_books import BATCH, BENCH, MS, RUNS, TOKENS, measure, recorded
@@ -112,6 +113,7 @@ def use(books: Recorded) -> None:
     with open(os.devnull, "wb") as sink:
         write_jsonl(books, sink)
         write_chrome(books, sink)
+        write_otlp(books, sink)
 
 
 @pytest.mark.parametrize("name", ["l.jsonl", "l.gz"])
