@@ -1,4 +1,4 @@
-"""Recorded ledgers: written by a benchmark, read back, shown, compared and exported; damaged ones are told."""
+"""Recorded ledgers: written by a benchmark, read back, shown and compared; damaged ones are told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,28 +19,19 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gapless.ceilings import Ceilings
 from gapless.cli import main
 from gapless.errors import LedgerFileError
-from gapless.executor.timing import Source
-from gapless.ledger.accounts import N_ACCOUNTS, Account
-from gapless.ledger.books import Intervals
+from gapless.ledger.accounts import Account
 from gapless.ledger.compare import changes, t_quantile, welch, worst
-from gapless.ledger.export import write_chrome, write_jsonl, write_parquet
-from gapless.ledger.file import MAX_LINE_BYTES, Facts, Recorded, RecordedHost, RecordedSteps, read, write
-from gapless.ledger.ledger import Totals
+from gapless.ledger.export import write_chrome, write_jsonl
+from gapless.ledger.file import MAX_LINE_BYTES, Recorded, RecordedSteps, read, write
+from gapless.ledger.otlp import write_otlp
 from gapless.ledger.report import lines, summary_of
-from gapless.ledger.shares import N_SHARES, Share
 from gapless.ledger.stability import TokenTimes, token_times
+from recorded_books import BATCH, BENCH, MS, RUNS, TOKENS, measure, recorded
 from tiny_gguf import write_gguf
 
 pytestmark = pytest.mark.xdist_group("real-model")
-
-RUNS, BATCH, TOKENS = 2, 2, 6
-BENCH = ("--runs", str(RUNS), "--batch", str(BATCH), "--prompt-tokens", "4", "--output-tokens", str(TOKENS),
-         "--threads", "1", "--kv-memory", "32MB")  # fmt: skip
-FACTS = Facts("m", 2, 4, 3, 2, 1, None, Ceilings(1.0, 2.0, 3.0), "0.1", Source.MEASURED)
-MS = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -51,40 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def measured(tiny: str) -> Path:
-    path = Path(tiny).with_name("books.jsonl.gz")
-    assert main(["bench", tiny, *BENCH, "--ledger-file", str(path)]) == 0
-    return path
-
-
-def recorded(lengths: dict[tuple[int, int], list[int]]) -> Recorded:
-    """Requests with tokens of these lengths, by run and request; the device has half of each, in a step of its own."""
-    rows, begin, steps = [], 0, []
-    for (run, request), of_tokens in lengths.items():
-        for token, length in enumerate(of_tokens):
-            rows.append((run, request, token, len(steps), begin, begin + length))
-            steps.append((run, len(steps), begin, begin + length // 2, 0))
-            begin += length
-    columns = np.array(rows, np.int64).reshape(-1, 6).T
-    length = columns[5] - columns[4]
-    spent, floor = np.zeros((len(rows), N_ACCOUNTS), np.int64), np.zeros((len(rows), N_ACCOUNTS))
-    spent[:, Account.WEIGHTS], spent[:, Account.LAUNCH] = length // 2, length - length // 2
-    floor[:, Account.WEIGHTS] = 1.5
-    later = columns[2] > 0
-    totals = Totals(
-        len(rows), int(length.sum()), spent.sum(axis=0), floor.sum(axis=0), int(later.sum()),
-        spent[later].sum(axis=0), floor[later].sum(axis=0), steps=len(rows),
-    )  # fmt: skip
-    share = np.zeros((len(rows), N_SHARES), np.int64)
-    share[:, Share.WEIGHTS_NS], share[:, Share.FLOPS] = length // 2, 1 << 62
-    totals.share, totals.undelivered[Share.KV_BYTES] = share.astype(object).sum(axis=0), 5
-    totals.share += totals.undelivered
-    runs = 1 + max((run for run, _ in lengths), default=0)
-    table = np.array(steps, np.int64).reshape(-1, 5)
-    on_device = RecordedSteps(*table.T[:4], table[:, 4:])
-    host = RecordedHost(table[:, 0], table[:, 2], np.full(len(table), Account.SCHEDULE))
-    beside, joules = np.zeros(len(rows), np.int64), np.where(later, 0.25, np.nan)
-    intervals = Intervals(*columns[1:], spent, floor, share, beside, joules)
-    return Recorded(replace(FACTS, runs=runs), columns[0], intervals, on_device, host, totals)
+    return measure(Path(tiny))
 
 
 def same(a: Recorded, b: Recorded) -> bool:
@@ -158,6 +115,7 @@ def use(books: Recorded) -> None:
     with open(os.devnull, "wb") as sink:
         write_jsonl(books, sink)
         write_chrome(books, sink)
+        write_otlp(books, sink)
 
 
 @pytest.mark.parametrize("name", ["l.jsonl", "l.gz"])
@@ -497,88 +455,7 @@ def test_what_else_differs_is_noted(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert err == "A and B differ in model: m and other\nA and B differ in prompt tokens: 4 and 9\n"
 
 
-# --- export
-
-
-def test_a_trace_is_one_of_chromes(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "trace.json"
-    assert main(["ledger", "export", str(measured), "--format", "chrome", "--output", str(target), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["path"], told["tokens"], told["bytes"]) == (
-        str(target), RUNS * BATCH * TOKENS, target.stat().st_size,
-    )  # fmt: skip
-    trace, books = json.loads(target.read_text()), read(measured)
-    events: list[dict[str, Any]] = trace["traceEvents"]
-    for event in events:
-        assert event["ph"] in ("X", "M")
-        assert {"name", "pid", "tid", "args"} <= set(event)
-        if event["ph"] == "X":
-            assert event["ts"] >= 0
-            assert event["dur"] >= 0
-        else:
-            assert event["name"] in ("process_name", "thread_name")
-            assert isinstance(event["args"]["name"], str)
-    tracks = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    assert tracks == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
-    assert len(tracks) == RUNS * BATCH + 1 + 1 + 1, "requests, steps, a thread, the host"
-    of = {kind: [e for e in events if e.get("cat") == kind] for kind in ("token", "account", "step")}
-    assert (len(of["token"]), len(of["step"])) == (len(books.intervals), len(books.steps.step))
-    parts = iter(of["account"])
-    for token, spent in zip(of["token"], books.intervals.spent, strict=True):
-        until = token["ts"]
-        for account in np.flatnonzero(spent).tolist():
-            part = next(parts)
-            assert (part["name"], part["tid"]) == (Account(account).label, token["tid"])
-            assert part["ts"] == pytest.approx(until, abs=1e-3)
-            until = part["ts"] + part["dur"]
-        assert until == pytest.approx(token["ts"] + token["dur"], abs=1e-3), "the accounts fill the token"
-
-
-def test_lines_of_json(measured: Path, tmp_path: Path) -> None:
-    target = tmp_path / "l.jsonl"
-    assert main(["ledger", "export", str(measured), "--format", "jsonl", "--output", str(target)]) == 0
-    rows, i = [json.loads(line) for line in target.read_text().splitlines()], read(measured).intervals
-    assert [row["end_ns"] for row in rows] == i.end.tolist()
-    for row in rows:
-        assert sum(row["spent_ns"].values()) == row["end_ns"] - row["begin_ns"]
-        assert set(row["floor_ns"]) <= {a.label for a in Account}
-
-
-def test_a_table_of_parquet(measured: Path, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    target = tmp_path / "l.parquet"
-    assert main(["ledger", "export", str(measured), "--format", "parquet", "--output", str(target)]) == 0
-    table, books = parquet.read_table(target), read(measured)
-    assert table.num_columns == 6 + 2 * N_ACCOUNTS
-    columns = table.to_pydict()
-    assert columns["end_ns"] == books.intervals.end.tolist()
-    assert columns["compute_ns"] == books.intervals.spent[:, Account.COMPUTE].tolist()
-    assert columns["compute_floor_ns"] == books.intervals.floor[:, Account.COMPUTE].tolist()
-    assert {str(table.schema.field(name).type) for name in ("run", "kv_ns")} == {"int64"}
-    assert json.loads(table.schema.metadata[b"gapless-ledger"])["runs"] == RUNS
-    with (tmp_path / "empty").open("wb") as file:
-        write_parquet(recorded({}), file)
-    assert parquet.read_table(tmp_path / "empty").num_rows == 0
-
-
-def test_parquet_needs_pyarrow(
-    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert main(["ledger", "export", str(measured), "--format", "parquet", "--output", str(tmp_path / "l")]) == 2
-    assert "pip install gapless[export]" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_export_does_not_take_the_place_of_its_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "l", recorded({(0, 1): [10]}))
-    (tmp_path / "link").symlink_to("l")
-    for name in ("l", "link"):
-        args = ("export", str(tmp_path / "l"), "--format", "jsonl", "--output", str(tmp_path / name))
-        assert main(["ledger", *args]) == 2
-        assert "is the ledger itself; give another path" in capsys.readouterr().err
-    read(tmp_path / "l")
+# --- the group
 
 
 def test_the_group_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,11 +165,45 @@ otherwise, or no last line, says so. A change that older readers would misread r
   Perfetto or `chrome://tracing`: a track for each request, with its tokens and in them their accounts; one for the
   steps on the device, and one for each of its threads, how long it worked and then waited; and one for the thread that
   drives the engine. Within a token the accounts are laid end to end in the order of the first table above, and so are
-  work and waiting in a step: the file has how long each took, not when.
+  work and waiting in a step: the file has how long each took, not when. Times are multiples of 1/4096 microsecond,
+  which viewers add up without rounding: they drop events that overlap by the last digit.
 - `parquet` (needs `pip install gapless[export]`): a row for each token: `run`, `request`, `token`, `step`, `begin_ns`,
   `end_ns`, `beside_tokens`, for each account `<account>_ns` (all int64) and `<account>_floor_ns` (double), for each
   column of `share` `share_<column>` (int64), and `joules` (double, or null). The facts of the run are JSON under the
-  key `gapless-ledger` of the schema's metadata.
+  key `gapless-ledger` of the schema's metadata. DuckDB, for one, queries the file as it lies there. Which requests had
+  the slowest tokens, and what part of their time others took:
+
+  ```sql
+  SELECT run, request,
+         sum(end_ns - begin_ns) FILTER (token = 0) / 1e6 AS ttft_ms,
+         quantile_disc(end_ns - begin_ns, 0.99) FILTER (token > 0) / 1e6 AS p99_ms,
+         sum(queue_ns + preempted_ns + neighbours_ns) / sum(end_ns - begin_ns) AS for_others,
+         sum(share_weight_bytes) / count(*) AS weight_bytes_a_token
+  FROM 'before.parquet'
+  GROUP BY run, request
+  ORDER BY p99_ms DESC
+  LIMIT 10
+  ```
+
+- `prometheus` (needs `pip install gapless[export]`): metrics in the text format that Prometheus scrapes. Counters by
+  `account`: `gapless_ledger_seconds_total`, `gapless_ledger_floor_seconds_total`, `gapless_ledger_hidden_seconds_total`
+  (of the totals), `gapless_ledger_device_seconds_total` and `gapless_ledger_joules_total` (of the steps, once each;
+  joules are left out where they are not known). Counters `gapless_ledger_tokens_total`, `gapless_ledger_steps_total`,
+  `gapless_ledger_flops_total` and, by `kind` (`weights`, `kv`), `gapless_ledger_bytes_total`. The histogram
+  `gapless_ledger_token_seconds` has the times between two tokens of a request.
+- `otlp`: OpenTelemetry spans. Each run is a trace: a span `gapless run`, and below it a span `gapless request` for each
+  request, from its arrival to when its reader had its last token, with an event `first token`. Of the request's tokens
+  (and of all tokens, at the run) there are `gapless.tokens`, `gapless.ttft.seconds`, `gapless.tpot.seconds`,
+  `gapless.account.<account>.seconds` and `.floor_seconds`; of what steps cost `gapless.share.device.seconds`,
+  `gapless.share.<account>.seconds`, `gapless.share.flops`, `.weight_bytes`, `.kv_bytes`, and `gapless.joules` where
+  they are known. Accounts with nothing are left out. The resource has `service.name` "gapless", `service.version`,
+  `gapless.model`, `.threads`, `.isa` and `.source`. Ids are made of `started_unix_ns`, `run` and `request`: an export
+  that is repeated gives the same spans.
+
+  A path gets JSON lines as the collector's `otlpjsonfile` receiver reads them. An address such as
+  `http://localhost:4318` is posted to, at `/v1/traces` below it (needs `pip install gapless[export]`), in messages of
+  200 spans that may take 10 seconds each. User and password in the address become a header; neither they nor a query
+  are ever printed. Proxies are those of `http_proxy` and `https_proxy`; a redirection is an error.
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,9 +16,10 @@ from gapless.units import format_bytes, format_count, format_si
 
 if TYPE_CHECKING:
     from gapless.ledger.compare import Change
-    from gapless.ledger.file import Facts
+    from gapless.ledger.file import Facts, Recorded
 
 _FILE = click.Path(path_type=Path)
+_FORMATS = ("jsonl", "chrome", "parquet", "prometheus", "otlp")
 
 
 @click.group("ledger", invoke_without_command=True)
@@ -123,26 +124,58 @@ def _row(c: Change) -> str:
 
 @command.command("export")
 @click.argument("file", type=_FILE)
-@click.option("--format", "form", type=click.Choice(["jsonl", "chrome", "parquet"]), required=True,
-              help="JSON lines, Chrome trace events (for Perfetto), or Parquet.")  # fmt: skip
-@click.option("--output", type=_FILE, metavar="PATH", required=True, help="Where to; replaced if it is there.")
+@click.option("--format", "form", type=click.Choice(_FORMATS), required=True,
+              help="JSON lines, Chrome trace events (for Perfetto), Parquet, metrics for Prometheus, or OpenTelemetry "
+              "spans.")  # fmt: skip
+@click.option("--output", metavar="PATH|URL", required=True,
+              help="Where to: a file, replaced if it is there; of otlp also the http(s) address of a "
+              "collector.")  # fmt: skip
 @json_option
-def export(file: Path, form: str, output: Path, as_json: bool) -> None:
-    """Write the books in another format. Parquet needs pip install gapless[export]."""
+def export(file: Path, form: str, output: str, as_json: bool) -> None:
+    """Write the books in another format.
+
+    Parquet, Prometheus and sending to a collector need pip install gapless[export].
+    """
     from gapless.ledger import export as exports
+    from gapless.ledger.collector import is_url
     from gapless.ledger.file import read
+
+    to_url = is_url(output)
+    if to_url and form != "otlp":
+        raise RequestError(f"format = {form!r} goes to no address", "give a path, or --format otlp")
+    exports.check(exports.OTLP_HTTP if to_url else form)
+    recorded = read(file)
+    done = _sent(recorded, output) if to_url else _written(recorded, form, Path(output), file)
+    if as_json:
+        write_json(done | {"format": form, "tokens": recorded.totals.tokens, "steps": recorded.totals.steps})
+        return
+    spans = f", {format_count(done['spans'], 'span')}" if "spans" in done else ""
+    tokens, n_bytes = format_count(recorded.totals.tokens, "token"), format_bytes(done["bytes"])
+    write(printable(f"{done['url' if to_url else 'path']}: {tokens}{spans}, {n_bytes}"))
+
+
+def _sent(recorded: Recorded, url: str) -> dict[str, Any]:
+    from gapless.ledger.collector import send
+
+    sent = send(recorded, url)
+    return {"url": sent.url, "spans": sent.n_spans, "bytes": sent.n_bytes}
+
+
+def _written(recorded: Recorded, form: str, output: Path, ledger: Path) -> dict[str, Any]:
+    from gapless.ledger import export as exports
+    from gapless.ledger.otlp import n_spans, write_otlp
     from gapless.ledger.whole import writing
 
-    if form == "parquet":
-        exports.check_parquet()
-    recorded = read(file)
-    if output.exists() and output.samefile(file):
+    if output.exists() and output.samefile(ledger):
         raise RequestError(f"output = {str(output)!r} is the ledger itself", "give another path")
-    writer = {"jsonl": exports.write_jsonl, "chrome": exports.write_chrome, "parquet": exports.write_parquet}[form]
+    writers = {
+        "jsonl": exports.write_jsonl,
+        "chrome": exports.write_chrome,
+        "parquet": exports.write_parquet,
+        "prometheus": exports.write_prometheus,
+        "otlp": write_otlp,
+    }
     with writing(output, "output") as target:
-        writer(recorded, target)
-    n_bytes, tokens, steps = output.stat().st_size, recorded.totals.tokens, recorded.totals.steps
-    if as_json:
-        write_json({"path": str(output), "format": form, "tokens": tokens, "steps": steps, "bytes": n_bytes})
-    else:
-        write(printable(f"{output}: {format_count(tokens, 'token')}, {format_bytes(n_bytes)}"))
+        writers[form](recorded, target)
+    spans = {"spans": n_spans(recorded)} if form == "otlp" else {}
+    return {"path": str(output), **spans, "bytes": output.stat().st_size}

@@ -9,9 +9,11 @@ import fcntl
 import hashlib
 import http.client
 import os
+import queue
 import re
 import shutil
 import ssl
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -26,6 +28,7 @@ CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 60
 PAGE_S = 300
 MAX_PAGE_BYTES = 1 << 24
+MAX_ANSWER_BYTES = 1 << 16  # of the answer to a POST
 SLOW_BYTES = 1 << 16  # what a connection, or TIMEOUT_S of it, must bring at least to count as getting on
 MAX_BREAKS = 5  # one after another without getting on
 PAUSE_S = 1.0  # after the first break; twice as long after each further one
@@ -45,7 +48,15 @@ class WaitingProgress(Protocol):
 
 
 class Unreachable(Exception):
-    """An address that gives nothing; there may be others."""
+    """An address that gives nothing; there may be others.
+
+    Attributes:
+        status: what the server has answered, if it has.
+    """
+
+    def __init__(self, reason: str, status: int | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class _Broken(Exception):
@@ -137,16 +148,63 @@ def sha256_of(path: Path) -> str:
 
 def open_url(url: str, *, accept: str = "*/*", start: int = 0, cafile: str | None = None) -> Any:
     """The response to a GET, from byte ``start`` on where the server can. Raises Unreachable."""
+    request = _request(url, accept, start)
+    with _told(request):
+        try:
+            context = _tls(cafile) if request.type == "https" else None
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
+        except urllib.error.HTTPError as problem:
+            if start and problem.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return problem  # a response like another
+            raise
+
+
+def post(url: str, body: bytes, content_type: str, limit_s: float) -> bytes:
+    """The response to a POST, its first bytes if it is long. Raises Unreachable, behind ``limit_s`` at the latest."""
+    request = _request(url, "*/*", 0)
+    request.data = body
+    request.add_header("Content-Type", content_type)
+    answer: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    # In a thread that may be left behind: no timeout of a socket ends the search for a name or an answer that drips.
+    threading.Thread(target=lambda: answer.put(_posted(request, limit_s)), daemon=True).start()
     try:
-        request = _request(url, accept, start)
-        context = _tls(cafile) if request.type == "https" else None
-        return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
+        found = answer.get(timeout=limit_s)
+    except queue.Empty:
+        raise Unreachable(f"it does not answer within {limit_s:g} s" + _by_proxy(request)) from None
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _posted(request: urllib.request.Request, limit_s: float) -> bytes | Exception:
+    try:
+        with _told(request):
+            context = _tls(None) if request.type == "https" else None
+            opener = urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=context))
+            with opener.open(request, timeout=limit_s + 1) as response:  # who waits gives up before
+                start: bytes = response.read(MAX_ANSWER_BYTES)
+                return start
+    except Exception as problem:
+        return problem
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """What is posted would be asked for instead at the other address, without its content."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def _told(request: urllib.request.Request) -> Iterator[None]:
+    """What goes wrong on the way of a request, as Unreachable."""
+    try:
+        yield
     except urllib.error.HTTPError as problem:
-        if start and problem.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return problem  # a response like another
+        problem.close()
         # Not the server's own words, which may be anything.
         reason = f"{problem.code} {http.client.responses.get(problem.code, '')}".strip()
-        raise Unreachable(reason + _by_proxy(request)) from None
+        raise Unreachable(reason + _by_proxy(request), problem.code) from None
     except (OSError, http.client.HTTPException) as problem:
         raise Unreachable(_reason(problem) + _by_proxy(request)) from None
     except ValueError:  # from taking the address apart, or that of a proxy
@@ -154,9 +212,12 @@ def open_url(url: str, *, accept: str = "*/*", start: int = 0, cafile: str | Non
 
 
 def _request(url: str, accept: str, start: int) -> urllib.request.Request:
-    """Raises ValueError for what is no address, Unreachable for what would not answer as a server or a file does."""
-    address, authorization = _split_credentials(url)
-    request = urllib.request.Request(address, headers={"Accept": accept, "Accept-Encoding": "identity"})
+    """Raises Unreachable for what is no address, and for what would not answer as a server or a file does."""
+    try:
+        address, authorization = _split_credentials(url)
+        request = urllib.request.Request(address, headers={"Accept": accept, "Accept-Encoding": "identity"})
+    except ValueError:
+        raise Unreachable("it is no proper address") from None
     if authorization is not None:
         request.add_unredirected_header("Authorization", authorization)
     if start:
