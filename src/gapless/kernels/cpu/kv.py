@@ -58,9 +58,14 @@ class KvPool:
         self._context = context_tokens
         self._tape = tape
         self._arena = arena
-        self._pools = [arena.take(n_pages * layer_page_bytes(x.attention, kv_dtype)) for x in spec.layers]
+        # A page has its layers side by side: what is touched first lies together, so that the system hands memory out a
+        # piece at a time, and not to all layers in one step.
+        each = [layer_page_bytes(x.attention, kv_dtype) for x in spec.layers]
+        self._page_bytes = sum(each)
+        self._pool = arena.take(n_pages * self._page_bytes)
+        self._layers = [sum(each[:layer]) for layer in range(len(each))]
         self._ropes: dict[RopeSpec, int] = {}
-        self.nbytes = sum(pool.nbytes for pool in self._pools)
+        self.nbytes = self._pool.nbytes
         self._partials = _partials(arena, spec, context_tokens, tape.limits)
 
     def rope_cache(
@@ -101,8 +106,8 @@ class KvPool:
             abi.ATT_HEADS: a.n_heads,
             abi.ATT_KV_HEADS: a.n_kv_heads,
             abi.ATT_HEAD_DIM: a.head_dim,
-            abi.ATT_POOL: address_of(self._pools[layer]),
-            abi.ATT_PAGE_BYTES: layer_page_bytes(a, self._dtype),
+            abi.ATT_POOL: address_of(self._pool) + self._layers[layer],
+            abi.ATT_PAGE_BYTES: self._page_bytes,
             abi.ATT_HEAD_BYTES: _head_bytes(a, self._dtype),
             abi.ATT_SCRATCH: self._tape.scratch("attention", scratch),
             abi.ATT_SCRATCH_STRIDE: scratch,
