@@ -11,6 +11,7 @@ Every interval between two tokens of a request is booked wholly to accounts, in 
 reader had the token before (for the first one: from the request's arrival) to when its reader has it. `gapless bench`
 prints the books of its runs and [records them](#recorded-ledgers) for `gapless ledger`; `gapless generate` prints those
 of its answers on a terminal, and `/ledger` in `gapless chat` those of the conversation so far.
+[Where did my token's time go?](where-did-my-tokens-time-go.md) walks through one real run.
 
 Made by `tools/ledger_reference.py` from the table in `gapless.ledger.accounts`.
 
