@@ -126,6 +126,7 @@ def test_a_trace_is_one_of_chromes(measured: Path, tmp_path: Path, capsys: pytes
     events: list[dict[str, Any]] = trace["traceEvents"]
     tracks = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     assert tracks == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert all(thread not in (0, process) for process, thread in tracks), "a viewer joins these with its main thread"
     assert len(tracks) == RUNS * BATCH + 1 + 1 + 1, "requests, steps, a thread, the host"
     of = {kind: [e for e in events if e.get("cat") == kind] for kind in ("token", "account", "step", "host")}
     i = books.intervals

@@ -168,6 +168,12 @@ otherwise, or no last line, says so. A change that older readers would misread r
   drives the engine. Within a token the accounts are laid end to end in the order of the first table above, and so are
   work and waiting in a step: the file has how long each took, not when. Times are multiples of 1/4096 microsecond,
   which viewers add up without rounding: they drop events that overlap by the last digit.
+
+  ![Tokens of four requests with their accounts, two threads of the device, and the host](images/trace.png)
+
+  Perfetto with a trace of four requests: the tokens of a step end together, thread 1 waits for thread 0 in step 26
+  (`sync`), and between two steps the host plans and describes the next one.
+
 - `parquet` (needs `pip install gapless[export]`): a row for each token: `run`, `request`, `token`, `step`, `begin_ns`,
   `end_ns`, `beside_tokens`, for each account `<account>_ns` (all int64) and `<account>_floor_ns` (double), for each
   column of `share` `share_<column>` (int64), and `joules` (double, or null). The facts of the run are JSON under the

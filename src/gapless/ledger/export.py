@@ -18,6 +18,7 @@ from gapless.ledger.prometheus import TokenSeconds, families
 from gapless.ledger.shares import Share
 
 REQUESTS, DEVICE, HOST = 1, 2, 3  # the processes of a trace
+FIRST_TRACK = 10  # a viewer takes a thread with the number of its process, or 0, for its main one, and joins the two
 _NUMBERS = ("run", "request", "token", "step", "begin_ns", "end_ns", "beside_tokens")
 OTLP_HTTP = "otlp over HTTP"
 _LIBRARIES = {
@@ -129,43 +130,45 @@ def _of_requests(recorded: Recorded) -> Iterator[dict[str, Any]]:
     """A track for each request: its tokens, and in them their accounts, end to end in the order of booking."""
     i = recorded.intervals
     for request in np.unique(i.request).tolist():
-        yield _thread(REQUESTS, request, f"request {request}")
+        yield _thread(REQUESTS, FIRST_TRACK + request, f"request {request}")
     for row, spent in zip(zip(*_numbers(recorded).values(), strict=True), i.spent, strict=True):
         run, request, token, step, begin, end, beside = row
         args = {"run": run, "step": step, "beside_tokens": beside}
-        yield _complete(REQUESTS, request, f"token {token}", "token", begin, end, args)
+        yield _complete(REQUESTS, FIRST_TRACK + request, f"token {token}", "token", begin, end, args)
         for account in np.flatnonzero(spent).tolist():
             until = begin + int(spent[account])
-            yield _complete(REQUESTS, request, Account(account).label, "account", begin, until, {})
+            yield _complete(REQUESTS, FIRST_TRACK + request, Account(account).label, "account", begin, until, {})
             begin = until
 
 
 def _of_device(recorded: Recorded) -> Iterator[dict[str, Any]]:
     """A track for the steps, and one for each thread: how long it worked and how long it waited for the others."""
     s = recorded.steps
-    yield _thread(DEVICE, 0, "steps")
+    yield _thread(DEVICE, FIRST_TRACK, "steps")
     for thread in range(s.waited.shape[1]):
-        yield _thread(DEVICE, 1 + thread, f"thread {thread}")
+        yield _thread(DEVICE, FIRST_TRACK + 1 + thread, f"thread {thread}")
     columns = (s.run.tolist(), s.step.tolist(), s.begun.tolist(), s.ended.tolist(), s.waited.tolist())
     free = 0
     for run, step, begun, ended, waited in zip(*columns, strict=True):
         begun = max(begun, free)  # from one booking to the next clocks may disagree by a little
         free = ended = max(ended, begun)
-        yield _complete(DEVICE, 0, f"step {step}", "step", begun, ended, {"run": run})
+        yield _complete(DEVICE, FIRST_TRACK, f"step {step}", "step", begun, ended, {"run": run})
         for thread, waits in enumerate(waited):
             until = max(ended - waits, begun)
-            yield _complete(DEVICE, 1 + thread, "work", "thread", begun, until, {"step": step})
-            yield _complete(DEVICE, 1 + thread, Account.SYNC.label, "thread", until, ended, {"step": step})
+            yield _complete(DEVICE, FIRST_TRACK + 1 + thread, "work", "thread", begun, until, {"step": step})
+            yield _complete(
+                DEVICE, FIRST_TRACK + 1 + thread, Account.SYNC.label, "thread", until, ended, {"step": step}
+            )
 
 
 def _of_host(recorded: Recorded) -> Iterator[dict[str, Any]]:
     """What the thread that drives the engine did, each until the next; in ``launch`` it waits for the device."""
-    yield _thread(HOST, 0, "engine")
+    yield _thread(HOST, FIRST_TRACK, "engine")
     h = recorded.host
     begin, account, run = h.begin.tolist(), h.account.tolist(), h.run.tolist()
     for at in range(len(begin) - 1):
         if run[at] == run[at + 1] and begin[at] < begin[at + 1]:
-            yield _complete(HOST, 0, Account(account[at]).label, "host", begin[at], begin[at + 1], {})
+            yield _complete(HOST, FIRST_TRACK, Account(account[at]).label, "host", begin[at], begin[at + 1], {})
 
 
 def _thread(process: int, thread: int, name: str) -> dict[str, Any]:
