@@ -497,7 +497,7 @@ def test_twice_the_bits_of_weights_are_booked_to_weights(
 
     Others may hold the machine for a while, and then nothing is significant: it is measured again.
     """
-    load = ("--runs", "6", "--prompt-tokens", "4", "--output-tokens", "48", "--kv-memory", "64MB")
+    load = ("--threads", "1", "--runs", "6", "--prompt-tokens", "4", "--output-tokens", "32", "--kv-memory", "64MB")
     kinds = {"four": GGMLQuantizationType.Q4_0, "eight": GGMLQuantizationType.Q8_0}
     models = {name: requantised(real_model, tmp_path / f"{name}.gguf", kind) for name, kind in kinds.items()}
     for _ in range(5):
@@ -506,10 +506,9 @@ def test_twice_the_bits_of_weights_are_booked_to_weights(
         capsys.readouterr()
         assert main(["ledger", "diff", str(tmp_path / "four"), str(tmp_path / "eight"), "--json"]) == 0
         found = {change["account"]: change for change in json.loads(capsys.readouterr().out)["accounts"]}
-        weights, in_all = found["weights"], found["in all"]
-        others = [abs(c["change_seconds"]) for name, c in found.items() if name not in ("weights", "in all")]
-        if weights["significant"] and in_all["significant"] and weights["change_seconds"] > 2 * max(others):
+        weights, in_all = found.pop("weights"), found.pop("in all")
+        most_of_others = max(abs(change["change_seconds"]) for change in found.values())
+        if weights["significant"] and in_all["significant"] and weights["change_seconds"] > 2 * most_of_others:
             break
     assert weights["verdict"] == in_all["verdict"] == "more"
-    assert weights["change_seconds"] > 2 * max(others)
-    assert weights["change_seconds"] > 0.7 * in_all["change_seconds"]
+    assert weights["change_seconds"] > 2 * most_of_others
