@@ -12,7 +12,7 @@ from gapless.kernels.cpu.abi import PROBE_BYTES, PROBE_DATA, PROBE_OUT, PROBE_RO
 from gapless.kernels.cpu.mem import I64, ld_i64
 from gapless.kernels.cpu.packing import PAIR_GROUPS
 from gapless.kernels.cpu.tiles import VB, VBYTES, Dot, opaque
-from gapless.kernels.cpu.vec import VF, VI, llvm_call, load_at, store_at
+from gapless.kernels.cpu.vec import ISA, VF, VI, llvm_call, load_at, store_at
 
 READ_STREAMS = 8
 DOT_TOKENS = 6
@@ -60,8 +60,8 @@ def read_all(typingctx, data, n_bytes, out):  # type: ignore[no-untyped-def]
 def multiply_all(typingctx, data, rounds, out):  # type: ignore[no-untyped-def]
     """``rounds`` rounds of DOT_SUMS byte dot products: PAIR_GROUPS weight vectors by DOT_TOKENS of activations, in L1.
 
-    A round reads them anew from an address that is not known to be the last round's: products of values that no round
-    changes would be taken out of the loop.
+    Where a dot product is more than one instruction, a round reads them anew from an address that is not known to be
+    the last round's: products of values that no round changes would be taken out of the loop.
     """
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -69,7 +69,7 @@ def multiply_all(typingctx, data, rounds, out):  # type: ignore[no-untyped-def]
         dot = Dot(b, unsigned_weights=True)
 
         def body(i: Any, sums: list[Any]) -> list[Any]:
-            data = opaque(b, start)
+            data = start if ISA.dot.startswith("vnni") else opaque(b, start)
             places = [b.add(data, ir.Constant(I64, k * VBYTES)) for k in range(PAIR_GROUPS + DOT_TOKENS)]
             weights = [dot.weight(load_at(b, place, VB, 4)) for place in places[:PAIR_GROUPS]]
             xs = [load_at(b, place, VI, 4) for place in places[PAIR_GROUPS:]]
@@ -92,10 +92,8 @@ def multiply_floats(typingctx, data, rounds, out):  # type: ignore[no-untyped-de
         b, (start, count, target) = builder, args
 
         def body(i: Any, sums: list[Any]) -> list[Any]:
-            data = opaque(b, start)
-            values = [
-                load_at(b, b.add(data, ir.Constant(I64, k * VBYTES)), VF, 4) for k in range(PAIR_GROUPS + DOT_TOKENS)
-            ]
+            places = [b.add(start, ir.Constant(I64, k * VBYTES)) for k in range(PAIR_GROUPS + DOT_TOKENS)]
+            values = [load_at(b, place, VF, 4) for place in places]
             pairs = [(weight, x) for x in values[PAIR_GROUPS:] for weight in values[:PAIR_GROUPS]]
             fma = f"llvm.fma.v{VF.count}f32"
             return [llvm_call(b, fma, VF, *pair, v) for v, pair in zip(sums, pairs, strict=True)]
