@@ -324,7 +324,7 @@ def test_partials_have_room(spans: list[tuple[int, int]], threads: int, heads: t
 
 
 BALANCED = {
-    "one request": [(511, 1)],
+    "one request": [(1023, 1)],
     "one long request": [(4000, 1)],
     "a long one among short ones": [(4000, 1)] + [(50, 1)] * 8,
     "a batch of many lengths": [(100 * i, 1) for i in range(32)],

@@ -69,7 +69,8 @@ MERGE_PARTIAL = 2
 MERGE_SPLITS = 3
 
 PAGE_TOKENS = 16
-SPLIT_TOKENS = 128  # history is summed in splits at multiples of this position, whoever computes them
+SPLIT_TOKENS = 256  # history is summed in splits at multiples of this position, whoever computes them
+AHEAD_PAGES = 4  # whose lines attention fetches in turn; a power of 2
 
 # rope_cache_{kv}, attention_{kv}, attention_merge. A page holds, for each KV head, keys [dim][token], values
 # [token][dim] and, for int8, float32 scales of 16 keys and of 16 values; dim is padded to 16.

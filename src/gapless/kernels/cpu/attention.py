@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 
 from gapless.kernels.cpu.abi import (
+    AHEAD_PAGES,
     ATT_HEAD_BYTES,
     ATT_HEAD_DIM,
     ATT_HEADS,
@@ -79,7 +80,7 @@ from gapless.kernels.cpu.attention_tiles import (
     value_vectors,
     widen,
 )
-from gapless.kernels.cpu.mem import bits_f32, ld_f32, ld_i32, ld_i64, st_f32
+from gapless.kernels.cpu.mem import bits_f32, ld_f32, ld_i32, ld_i64, st_f32, st_i64
 from gapless.kernels.cpu.rope import KERNELS as ROPE_KERNELS
 from gapless.kernels.cpu.vec import VL, vload, vmul, vstore
 
@@ -122,6 +123,7 @@ class Scratch(NamedTuple):
     states: int
     part: int  # accumulators and states of one split
     part_states: int
+    ahead: int  # addresses of the blocks whose lines are fetched
 
 
 @inline
@@ -137,6 +139,13 @@ def group_of(op):  # type: ignore[no-untyped-def]
 @inline
 def page_at(history, page):  # type: ignore[no-untyped-def]
     return history.pool + ld_i32(history.pages + 4 * page) * history.page_bytes
+
+
+@jit
+def look_ahead(history, page, end, within, ahead):  # type: ignore[no-untyped-def]
+    """Write down where the blocks to be fetched lie: byte ``within`` of the pages from ``page`` on, before ``end``."""
+    for i in range(AHEAD_PAGES):
+        st_i64(ahead + 8 * i, page_at(history, min(page + i, end - 1)) + within)
 
 
 @jit
@@ -174,7 +183,8 @@ def scratch_of(op, tid):  # type: ignore[no-untyped-def]
     acc = wide + 2 * PAGE_TOKENS * row_bytes
     part = acc + rows * row_bytes
     states = part + rows * row_bytes
-    return Scratch(q, scores, wide, acc, states, part, states + rows * STATE_BYTES)
+    part_states = states + rows * STATE_BYTES
+    return Scratch(q, scores, wide, acc, states, part, part_states, part_states + rows * STATE_BYTES)
 
 
 @jit
@@ -245,20 +255,21 @@ def _products(kind: str, *, fetch: bool) -> tuple[Any, Any]:
     values_of = value_tile(kind, fetch=fetch)
 
     @jit
-    def score(q, n_rows, dim, k0, k1, out):  # type: ignore[no-untyped-def]
+    def score(q, n_rows, dim, k0, k1, out, ahead, start):  # type: ignore[no-untyped-def]
         """Of two pages, or of one where both addresses are the same."""
         r = 0
         while r < n_rows:
             rows = score_rows(n_rows - r)
+            at = out + r * SCORE_BYTES
             if k0 != k1:
-                two_pages(rows, q + r * dim * 4, dim * 4, k0, k1, dim, out + r * SCORE_BYTES, SCORE_BYTES)
+                two_pages(rows, q + r * dim * 4, dim * 4, k0, k1, dim, at, SCORE_BYTES, ahead, start)
             else:
-                one_page(rows, q + r * dim * 4, dim * 4, k0, k0, dim, out + r * SCORE_BYTES, SCORE_BYTES)
+                one_page(rows, q + r * dim * 4, dim * 4, k0, k0, dim, at, SCORE_BYTES, ahead, start)
             r += rows
 
     @jit
-    def mix(p, n_rows, v, dim, acc, n, ahead):  # type: ignore[no-untyped-def]
-        """acc += weights of ``n`` positions times their values; may fetch the page at ``ahead``."""
+    def mix(p, n_rows, v, dim, acc, n, ahead, start):  # type: ignore[no-untyped-def]
+        """acc += weights of ``n`` positions times their values."""
         d = 0
         while d < dim:
             vectors = value_vectors((dim - d) // VL)
@@ -267,7 +278,10 @@ def _products(kind: str, *, fetch: bool) -> tuple[Any, Any]:
                 rows = value_rows(n_rows - r)
                 weights = p + r * SCORE_BYTES
                 at = acc + (r * dim + d) * 4
-                values_of(rows, vectors, weights, SCORE_BYTES, v + d * size, dim, at, dim * 4, n, ahead + d * size)
+                column = d * size
+                values_of(
+                    rows, vectors, weights, SCORE_BYTES, v + column, dim, at, dim * 4, n, ahead, start + column
+                )  # fmt: skip
                 r += rows
             d += vectors * VL
 
@@ -295,14 +309,17 @@ def _split(kind: str) -> Any:
             k0 = page_at(history, first + page)
             k1 = page_at(history, first + page + 1) if two else k0
             out = scratch.scores + page * PAGE_TOKENS * 4
+            block = page % AHEAD_PAGES
+            if block == 0:
+                look_ahead(history, first + page, first + n_pages, numbers * size, scratch.ahead)
             if may_widen and n_rows > WIDEN_ROWS:
                 w1 = scratch.wide + numbers * 4 if two else scratch.wide
                 widened(k0, scratch.wide, numbers)
                 if two:
                     widened(k1, w1, numbers)
-                score_wide(scratch.q, n_rows, tile.dim, scratch.wide, w1, out)
+                score_wide(scratch.q, n_rows, tile.dim, scratch.wide, w1, out, scratch.ahead, 0)
             else:
-                score(scratch.q, n_rows, tile.dim, k0, k1, out)
+                score(scratch.q, n_rows, tile.dim, k0, k1, out, scratch.ahead, block * numbers * size)
             if is_int8:
                 scale_columns(out, n_rows, k0 + 2 * numbers)
                 if two:
@@ -322,7 +339,7 @@ def _split(kind: str) -> Any:
                 widened(block + numbers * size, scratch.wide + i * tile.dim * 4, n_page * tile.dim)
                 if is_int8:
                     scale_columns(scratch.scores + 4 * (j + i), n_rows, block + 2 * numbers + 4 * PAGE_TOKENS)
-            mix_wide(scratch.scores + 4 * j, n_rows, scratch.wide, tile.dim, acc, n_here, scratch.wide)
+            mix_wide(scratch.scores + 4 * j, n_rows, scratch.wide, tile.dim, acc, n_here, scratch.ahead, 0)
 
     @jit
     def mix_stored(history, tile, first, n, scratch, acc, after):  # type: ignore[no-untyped-def]
@@ -335,8 +352,11 @@ def _split(kind: str) -> Any:
             v = block + numbers * size
             if is_int8:
                 scale_columns(scratch.scores + 4 * j, n_rows, block + 2 * numbers + 4 * PAGE_TOKENS)
-            ahead = page_at(after, after.first + page) if after.first + page < after.end else v
-            mix(scratch.scores + 4 * j, n_rows, v, tile.dim, acc, min(n - j, PAGE_TOKENS), ahead)
+            block = page % AHEAD_PAGES
+            if block == 0:
+                look_ahead(after, after.first + page, after.end, 0, scratch.ahead)
+            start = block * numbers * size
+            mix(scratch.scores + 4 * j, n_rows, v, tile.dim, acc, min(n - j, PAGE_TOKENS), scratch.ahead, start)
 
     @jit
     def split_rows(op, history, tile, split, scratch, states, acc, after):  # type: ignore[no-untyped-def]

@@ -128,9 +128,9 @@ class KvPool:
 
 
 def scratch_bytes(a: AttentionSpec) -> int:
-    """Scratch of one thread: for the rows of a unit queries, scores, two accumulators and their states; two pages."""
+    """Scratch of one thread: of a unit's rows queries, scores, two accumulators, their states; two pages; addresses."""
     dim, rows = _padded(a.head_dim), max(abi.QUERY_ROWS, a.n_heads // a.n_kv_heads)
-    size = rows * (3 * dim * 4 + abi.SPLIT_TOKENS * 4 + 2 * 8) + 2 * abi.PAGE_TOKENS * dim * 4
+    size = rows * (3 * dim * 4 + abi.SPLIT_TOKENS * 4 + 2 * 8) + 2 * abi.PAGE_TOKENS * dim * 4 + abi.AHEAD_PAGES * 8
     return -(-size // 64) * 64
 
 
