@@ -63,7 +63,7 @@ def report(llm: LLM, contexts: list[int], found: np.ndarray, rates: list[float])
         print(f"| {context:,} | {1e3 * statistics.median(column):.3f} |")
     rate, slope = statistics.median(rates), statistics.median(slopes)
     low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"\n{per_token:,.0f} bytes a token at {rate / 1e9:.1f} GB/s: {1e6 * per_token / rate:.3f} ms for 1,000 tokens;")
+    print(f"\n{per_token:,.0f} bytes a token at {rate / 1e9:.1f} GB/s: {1e6 * per_token / rate:.3f} ms a 1,000 tokens;")
     print(f"booked to kv: {1e6 * slope:.3f} ms. Ratio, median of rounds: {middle:.2f} ({low:.2f} to {high:.2f}).")
 
 
