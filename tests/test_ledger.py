@@ -299,11 +299,7 @@ def tallied(stamps: Any, kinds: list[int], barriers: list[bool]) -> Any:
     tape = np.zeros((n_ops, abi.OP_WORDS), np.int64)
     tape[:, abi.OP_BARRIER] = barriers
     columns, out = np.array(kinds, np.int64), np.full(abi.TALLY_THREADS + len(stamps), -1, np.int64)
-    crew = np.zeros(abi.CREW_WORDS, np.int64)
-    crew[abi.CREW_TAPE], crew[abi.CREW_OPS] = address_of(tape), n_ops
-    crew[abi.CREW_STAMPS], crew[abi.CREW_KINDS] = address_of(stamps), address_of(columns)
-    crew[abi.CREW_TALLY] = address_of(out)
-    tally(address_of(crew), len(stamps))
+    tally(address_of(tape), n_ops, address_of(stamps), address_of(columns), address_of(out), len(stamps))
     return out
 
 

@@ -297,7 +297,8 @@ class Engine:
             if stopped or reason is not None:
                 # A stop string may complete with the very token that also ends the request.
                 self._finish(request.request_id, "stop" if stopped else reason or "stop", ended=reason is not None)
-        if self._ledger is not None:
+        # A step that was launched before the books were opened has no stamps.
+        if self._ledger is not None and landed.result.stamps is not None:
             self._ledger.landed(landed.plan, landed.planning_ns, landed.landed_ns, landed.result.stamps, usable)
 
     def _add(self, request: Request, sink: Sink, arrival_ns: int, read: bool) -> None:

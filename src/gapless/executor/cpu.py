@@ -96,8 +96,9 @@ class CpuExecutor:
         self.profile = TapeProfile(kernels, self._arena, self.n_threads)
         self._kinds = self._arena.take(8 * len(kinds)).view(np.int64)
         self._kinds[:] = kinds
-        self._stamps = self._arena.take(8 * self.n_threads * (len(kinds) + 1))
-        self._stamps_at = address_of(self._stamps), address_of(self._kinds)
+        # Two, by turns: while a step is tallied the next one may run.
+        self._stamps = [self._arena.take(8 * self.n_threads * (len(kinds) + 1)) for _ in range(2)]
+        self._stamps_at = [(address_of(stamps), address_of(self._kinds)) for stamps in self._stamps]
         self._tape_at = address_of(self._tape)
         self.weights_bytes = packed.nbytes
         self.kv_bytes = pool.nbytes
@@ -106,8 +107,9 @@ class CpuExecutor:
             StepMemory(self._arena, limits, kv.UnitPlanner(spec, limits, context, self._arena))
             for _ in range(self._depth)
         ]
-        self._launched: deque[tuple[StepPlan, int, int]] = deque()
-        self._tallies_at = [0] * self._depth  # of the steps in flight, where their tallies go
+        self._launched: deque[tuple[StepPlan, int, int | None]] = deque()
+        # Of the steps in flight where their stamps, the kinds of their operations and their tallies are; or zeros.
+        self._stamped = [(0, 0, 0)] * self._depth
         self._n_launched = 0
         infos = packed_infos(weights, target.lanes, float_weights)
         self.counter = StepCounter(spec, infos, kv_element_bytes=kv_element_bytes(spec, kv_dtype))
@@ -136,9 +138,10 @@ class CpuExecutor:
             self._slots.map_pages(span)
         index = self._n_launched % self._depth
         memory = self._steps[index]
-        self._n_launched += 1
         memory.fill(plan, self._slots)
-        row, self._tallies_at[index] = self.profile.next_row()
+        row, tally = self.profile.next_row()
+        self._stamped[index] = (0, 0, 0) if row is None else (*self._stamps_at[self._n_launched % 2], tally)
+        self._n_launched += 1
         self._launched.append((plan, index, row))
         if self._runner is not None:
             self._runner.start(index)
@@ -201,8 +204,7 @@ class CpuExecutor:
         return rows[:, : self._vocab]
 
     def _run(self, index: int) -> None:
-        stamps = (*self._stamps_at, self._tallies_at[index]) if self.profile.active else (0, 0, 0)
-        self._crew.run(self._tape_at, len(self._tape), self._steps[index].address, stamps)
+        self._crew.run(self._tape_at, len(self._tape), self._steps[index].address, self._stamped[index])
 
     def _sampling_ops(self, tape: Tape, logits: Rows) -> None:
         words = sample_record.sample_words(logits.address, logits.stride, self._vocab, tape)

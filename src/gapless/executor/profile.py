@@ -75,10 +75,13 @@ class TapeProfile:
         took = time.perf_counter_ns() - before
         return took, int(self._word[0]), before + took // 2
 
-    def next_row(self) -> tuple[int, int]:
-        """Where the next step's tally goes: the number of its row, and the address."""
+    def next_row(self) -> tuple[int | None, int]:
+        """Where the next step's tally goes, if it is to be stamped: the number of its row, and the address or 0."""
+        if not self.active:
+            return None, 0
         row = self._n_steps % len(self._rows)
         self._n_steps += 1
+        self._rows[row, abi.TALLY_LAST] = 0
         return row, self._rows_at + row * self._stride
 
     def times(self, stamps: Sequence[int]) -> DeviceTimes:
@@ -86,6 +89,9 @@ class TapeProfile:
 
         The counter is read beside the clock at every call and taken to run evenly in between.
         """
+        # The threads have gone on from the steps before. With the last one they may be at its tally yet.
+        while self._rows[stamps[-1], abi.TALLY_LAST] == 0:
+            time.sleep(0)
         since, now = self._since, self._anchor()
         self._since = now
         tallies = self._rows[np.array(stamps, np.intp)]

@@ -25,6 +25,10 @@ from gapless.arch.sizes import WeightInfo
 from gapless.arch.spec import Activation, AttentionSpec, ExpertSpec, ModelSpec, ModelWeights
 from gapless.step import StepPlan
 
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+KEPT_BASES = 4096  # works of numbers of tokens and samples that are remembered
+
 
 class OpKind(StrEnum):
     """The operations of the vocabulary, by name."""
@@ -101,6 +105,8 @@ class StepCounter:
         self._kinds = [
             (replace(spec, layers=(layer,)), replace(weights, layers=(w,)), n) for (layer, w), n in alike.items()
         ]
+        self._bases: dict[tuple[int, int], dict[OpKind, Floats]] = {}
+        self._of_history: dict[int | None, tuple[Floats, Floats]] = {}
 
     def count(self, spans: Sequence[tuple[int, int]], n_samples: int | None = None) -> StepWork:
         """The work of spans of (start, count); ``n_samples`` rows of logits, one for each span if None."""
@@ -113,14 +119,44 @@ class StepCounter:
         return self.count([(span.start, span.count) for span in plan.spans], plan.n_samples)
 
     def count_steps(self, steps: Steps) -> dict[OpKind, npt.NDArray[np.int64]]:
-        """The work of many steps at once, as ``count`` gives it: of each kind the fields of ``Work`` by step."""
-        found = {}
-        for kind, sums in self._total(steps).items():
-            rows = np.empty((len(fields(Work)), steps.n_steps))
-            for row, x in zip(rows, self._units(sums), strict=True):
-                row[:] = x
-            found[kind] = np.rint(rows).astype(np.int64)
-        return found
+        """The work of many steps at once, as ``count`` gives it: of each kind the fields of ``Work`` by step.
+
+        Few steps differ in their tokens and samples; what history adds to that is in proportion to it.
+        """
+        alike, of = np.unique((steps.tokens << 32) + steps.samples, return_inverse=True)
+        without = [self._without_history(int(key) >> 32, int(key) & 0xFFFFFFFF) for key in alike]
+        found = {kind: np.stack([each[kind] for each in without], axis=1)[:, of] for kind in without[0]}
+        attention = found[OpKind.ATTENTION]
+        for window, (of_pairs, of_positions) in self._history().items():
+            pairs, positions = steps.seen(window)
+            attention = attention + np.outer(of_pairs, pairs) + np.outer(of_positions, positions)
+        return {
+            kind: np.rint(attention if kind is OpKind.ATTENTION else rows).astype(np.int64)
+            for kind, rows in found.items()
+        }
+
+    def _without_history(self, tokens: int, samples: int) -> dict[OpKind, Floats]:
+        """Of each kind the fields of ``Work``, if tokens saw nothing at all."""
+        key = tokens, samples
+        if key not in self._bases:
+            if len(self._bases) >= KEPT_BASES:
+                self._bases.clear()
+            self._bases[key] = self._fields(_Shape(tokens, samples, {}))
+        return self._bases[key]
+
+    def _history(self) -> dict[int | None, tuple[Floats, Floats]]:
+        """What a query-key pair and a position that is read add to the fields of ``Work``, by window."""
+        if not self._of_history:
+            nothing = self._fields(_Shape(0, 0, {}))[OpKind.ATTENTION]
+            for window in {layer.attention.window for spec, _, _ in self._kinds for layer in spec.layers}:
+                pair, position = (
+                    self._fields(_Shape(0, 0, {window: seen}))[OpKind.ATTENTION] - nothing for seen in ((1, 0), (0, 1))
+                )
+                self._of_history[window] = pair, position
+        return self._of_history
+
+    def _fields(self, shape: Shape) -> dict[OpKind, Floats]:
+        return {kind: np.array(self._units(sums), np.float64) for kind, sums in self._total(shape).items()}
 
     def _total(self, shape: Shape) -> Tally:
         bare = self._tally(shape, *self._bare)
@@ -142,8 +178,7 @@ class StepCounter:
         return flops, weights, kv_read * kv, kv_write * kv, activations * act, messages, link * act
 
 
-# For each kind the fields of Work in their order; cache, activations and link in elements. Numbers, or arrays of one
-# for each step.
+# For each kind the fields of Work in their order; cache, activations and link in elements.
 Tally = dict[OpKind, list[Any]]
 
 
@@ -163,13 +198,9 @@ class Step:
             self._seen[window] = sum(pairs for pairs, _ in each), sum(positions for _, positions in each)
         return self._seen[window]
 
-    @staticmethod
-    def least(x: int, most: int) -> int:
-        return min(x, most)
-
 
 class Steps:
-    """The shapes of many steps: ``Step`` with an array of one number for each in the place of numbers.
+    """The shapes of many steps.
 
     Args:
         n_steps: how many.
@@ -181,7 +212,6 @@ class Steps:
     def __init__(self, n_steps: int, step: Ints, start: Ints, count: Ints, samples: Ints) -> None:
         self.n_steps = n_steps
         self._step, self._start, self._count = step, start, count
-        self._seen: dict[int | None, tuple[Ints, Ints]] = {}
         self.tokens = self._sum(count)
         self.samples = samples
 
@@ -192,46 +222,50 @@ class Steps:
         return total
 
     def seen(self, window: int | None) -> tuple[Ints, Ints]:
-        if window not in self._seen:
-            pairs, positions = _reaches(self._start, self._count, window)
-            self._seen[window] = self._sum(pairs), self._sum(positions)
-        return self._seen[window]
-
-    @staticmethod
-    def least(x: Ints, most: int) -> Ints:
-        return np.minimum(x, most)
+        """As ``Step.seen``, of each step."""
+        pairs, positions = _reaches(self._start, self._count, window)
+        return self._sum(pairs), self._sum(positions)
 
 
-Ints = npt.NDArray[np.int64]
-Shape = Step | Steps
+class _Shape:
+    """A step of which only sums are given: pairs and positions by window, 0 where there are none."""
+
+    def __init__(self, tokens: int, samples: int, seen: dict[int | None, tuple[int, int]]) -> None:
+        self.tokens, self.samples = tokens, samples
+        self._seen = seen
+
+    def seen(self, window: int | None) -> tuple[int, int]:
+        return self._seen.get(window, (0, 0))
+
+
+Shape = Step | _Shape
 
 
 class Extent(NamedTuple):
-    """The shape of an activation; its rows may be an array, of one number for each step."""
+    """The shape of an activation."""
 
-    rows: Any
+    rows: int
     features: int
 
     @property
-    def size(self) -> Any:
+    def size(self) -> int:
         return self.rows * self.features
 
 
 class CountOps:
-    """Implements ``Ops[Extent, WeightInfo]`` for a step, or for many at once, adding up in ``tally``."""
+    """Implements ``Ops[Extent, WeightInfo]`` for a step, adding up in ``tally``."""
 
     def __init__(self, shape: Shape, tp: int = 1) -> None:
         self._shape = shape
-        self._tokens: Any = shape.tokens
-        self._samples: Any = shape.samples
-        self._least: Any = shape.least
+        self._tokens = shape.tokens
+        self._samples = shape.samples
         self._tp = tp
         self.tally: Tally = {kind: [0] * len(fields(Work)) for kind in OpKind}
 
     def embed(self, table: WeightInfo, scale: float) -> Extent:
         n_rows, features = table.shape
         out = Extent(self._tokens, features)
-        touched = self._least(self._tokens, n_rows)
+        touched = min(self._tokens, n_rows)
         self._add(
             OpKind.EMBED,
             flops=out.size if scale != 1.0 else 0,
@@ -301,7 +335,7 @@ class CountOps:
         activation: Activation,
     ) -> Extent:
         """Weight bytes are those of the experts that the step can touch at most."""
-        touched = self._least(x.rows * spec.top_k, spec.n_experts)
+        touched = min(x.rows * spec.top_k, spec.n_experts)
         routed = x.rows * spec.top_k
         matrices = 2 * 3 * x.features * spec.d_ff
         gating = spec.d_ff * (_ACTIVATION_FLOPS[activation] + 1)
@@ -335,7 +369,7 @@ class CountOps:
         self._add(
             OpKind.LOGITS,
             flops=2 * out.size * x.features + capping,
-            weight_bytes=head.nbytes * self._least(self._samples, 1),
+            weight_bytes=head.nbytes * min(self._samples, 1),
             activations=self._samples * x.features + out.size,
         )
         return out
@@ -343,7 +377,7 @@ class CountOps:
     def _collective(self, kind: OpKind, elements: Any) -> None:
         if self._tp > 1:
             share = (self._tp - 1) / self._tp
-            self._add(kind, messages=self._least(elements, 1), link_elements=elements * share)
+            self._add(kind, messages=min(elements, 1), link_elements=elements * share)
 
     def _add(
         self,

@@ -111,7 +111,7 @@ class Recorded:
     totals: Totals
 
 
-_Part = tuple[int, list[int], DeviceTimes, Ints, Intervals]
+_Part = tuple[int, Ints, DeviceTimes, Ints, Intervals]
 
 
 class Recorder:
@@ -124,7 +124,7 @@ class Recorder:
         self._unix_ns = time.time_ns() - time.perf_counter_ns()
         ledger.recorder = self._take
 
-    def _take(self, steps: list[int], times: DeviceTimes, marks: Ints, intervals: Intervals) -> None:
+    def _take(self, steps: Ints, times: DeviceTimes, marks: Ints, intervals: Intervals) -> None:
         self._parts.append((self._run, steps, times, marks, intervals))
 
     def end_run(self) -> None:

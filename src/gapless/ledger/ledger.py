@@ -110,7 +110,7 @@ class Ledger:
         self.problem: Exception | None = None  # why no more is booked
         # Is given whatever is booked: ids of steps that have landed, their times, what the host did from when on (times
         # and accounts), and the intervals that are complete.
-        self.recorder: Callable[[list[int], DeviceTimes, Ints, Intervals], None] | None = None
+        self.recorder: Callable[[Ints, DeviceTimes, Ints, Intervals], None] | None = None
         self._profile, self._counter = profile, counter
         self._books = Books()
         self._kept: deque[Intervals] = deque()
@@ -119,7 +119,7 @@ class Ledger:
         self.marks: list[int] = []
         self.due = False
         assert profile.kept >= BATCH_STEPS, "stamps must last until they are booked"
-        self._landed: list[tuple[StepPlan, int, int, Any, list[int]]] = []  # as ``landed`` is told of them
+        self._landed: list[tuple[int, tuple[Span, ...], int, int, Any, list[int]]] = []  # what ``landed`` is told
         self._n_spans = 0
         self._arrivals: dict[int, int] = {}
         self._preemptions: list[tuple[int, int]] = []
@@ -154,7 +154,7 @@ class Ledger:
             stamps: that its result carries.
             usable: requests, and when their token could be used, by turns.
         """
-        self._landed.append((plan, planning_ns, landed_ns, stamps, usable))
+        self._landed.append((plan.step_id, plan.spans, planning_ns, landed_ns, stamps, usable))
         self._n_spans += len(plan.spans)
         self.due = self._n_spans >= BATCH_SPANS or len(self._landed) >= BATCH_STEPS
 
@@ -184,8 +184,7 @@ class Ledger:
         """Book what has landed."""
         if not self._landed and not self._ended:
             return
-        steps = [plan.step_id for plan, *_ in self._landed]
-        times, rows = self._rows()
+        steps, times, rows = self._rows()
         ready, self._held = self._ready(rows)
         marks = np.array(self.marks, np.int64).reshape(-1, 2)
         self.marks.clear()
@@ -217,17 +216,19 @@ class Ledger:
         """The tokens behind the first of their request that were waited for longest, the worst first."""
         return [entry[-1] for entry in sorted(self._worst, reverse=True)]
 
-    def _rows(self) -> tuple[DeviceTimes, _Rows]:
+    def _rows(self) -> tuple[Ints, DeviceTimes, _Rows]:
+        """Ids of the steps that have landed, their times, and their spans with those that were held back."""
         landed, self._landed, self._n_spans = self._landed, [], 0
         empty = np.zeros(0, np.int64)
         if not landed:
-            return DeviceTimes(empty, empty, empty.reshape(0, 0), empty.reshape(0, 0)), self._held or _Rows.empty()
-        plans, planning, landing, stamps, usable = zip(*landed, strict=True)
-        planned = np.array(planning, np.int64)
+            times = DeviceTimes(empty, empty, empty.reshape(0, 0), empty.reshape(0, 0))
+            return empty, times, self._held or _Rows.empty()
+        step_ids, spans_of, planning, landing, stamps, usable = zip(*landed, strict=True)
+        steps, planned = np.array(step_ids, np.int64), np.array(planning, np.int64)
         times = _clipped(self._profile.times(stamps), planned, np.array(landing, np.int64))
-        spans = [span for plan in plans for span in plan.spans]
-        index = np.repeat(np.arange(len(plans)), [len(plan.spans) for plan in plans])
-        step = np.array([plan.step_id for plan in plans], np.int64)[index]
+        spans = list(chain.from_iterable(spans_of))
+        index = np.repeat(np.arange(len(steps)), np.fromiter(map(len, spans_of), np.int64, len(steps)))
+        step = steps[index]
         fields = list(zip(*spans, strict=True))
         request, start, count, sample = (
             np.fromiter(fields[_FIELDS.index(name)], kind, len(spans))
@@ -247,14 +248,14 @@ class Ledger:
             planned[index],
             times.begun[index],
             times.ended[index],
-            _usable_of(plans, usable, step, request),
+            _usable_of(steps, usable, step, request),
             booked.device,
             booked.floor,
             booked.share,
             booked.beside,
             self._joules(times, booked.share),
         ).part(open_yet)
-        return times, rows if self._held is None else self._held.joined(rows)
+        return steps, times, rows if self._held is None else self._held.joined(rows)
 
     def _joules(self, times: DeviceTimes, share: Ints) -> Floats:
         """Of each span: what was used since the steps before, by time on the device. Not a number where unknown."""
@@ -383,12 +384,12 @@ class _Rows:
         return _Rows(**{name: np.concatenate([mine[name], more[name]]) for name in mine if name != "taken"})
 
 
-def _usable_of(plans: Sequence[StepPlan], usable: Sequence[list[int]], step: Ints, request: Ints) -> Ints:
+def _usable_of(steps: Ints, usable: Sequence[list[int]], step: Ints, request: Ints) -> Ints:
     """When each span's token could be used, or ``NEVER``."""
-    flat = np.array(list(chain.from_iterable(usable)), np.int64)
+    lengths = np.fromiter(map(len, usable), np.int64, len(usable))
+    flat = np.fromiter(chain.from_iterable(usable), np.int64, int(lengths.sum()))
     requests, times = flat[::2], flat[1::2]
-    ids = np.array([plan.step_id for plan in plans], np.int64)
-    steps = np.repeat(ids, [len(each) // 2 for each in usable])
+    steps = np.repeat(steps, lengths // 2)
     keys, wanted = (steps << 32) + requests, (step << 32) + request
     if np.array_equal(keys, wanted):
         return times

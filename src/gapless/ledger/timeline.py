@@ -23,8 +23,12 @@ class Timeline:
     def __init__(self, times: Ints, accounts: Ints, begun: Ints, ended: Ints) -> None:
         self._bounds: Ints = np.unique(np.concatenate([times, begun, ended, np.zeros(int(not len(times)), np.int64)]))
         # Few accounts are the host's: sums are kept for those alone. The last is for the time before the first.
-        self._columns, known = np.unique(np.append(accounts, Account.UNACCOUNTED), return_inverse=True)
-        self._unknown = int(known[-1])
+        present = np.bincount(accounts, minlength=N_ACCOUNTS) > 0
+        present[Account.UNACCOUNTED] = True
+        self._columns = np.flatnonzero(present)
+        place = present.cumsum() - 1
+        self._unknown = int(place[Account.UNACCOUNTED])
+        known = place[np.append(accounts, Account.UNACCOUNTED)]
         self._host: Ints = known[np.searchsorted(times, self._bounds, side="right") - 1]
         started = np.searchsorted(begun, self._bounds, side="right")
         self._busy: npt.NDArray[np.bool_] = started > np.searchsorted(ended, self._bounds, side="right")

@@ -24,7 +24,7 @@ CREW_BARRIER = 8  # counter of the barrier
 
 # A tally, in ticks of the counter; those of columns are sums over threads.
 TALLY_FIRST = 0  # when the first thread began
-TALLY_LAST = 1  # when the last one was done
+TALLY_LAST = 1  # when the last one was done; written last, so 0 until the rest is there
 TALLY_COLUMNS = 2  # from here on: in operations of each column
 TALLY_THREADS = 32  # from here on: for how long each thread waited for others
 

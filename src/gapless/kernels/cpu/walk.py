@@ -51,35 +51,15 @@ def barrier(counter, n_threads):  # type: ignore[no-untyped-def]
 
 
 @njit
-def walk_tape(crew, tid, n_threads):  # type: ignore[no-untyped-def]
-    """Each thread stamps when it is done, before it waits for the others: who was last, and how long the rest waited,
-    follows from that."""
-    tape, n_ops, step = ld_i64(crew + 8 * CREW_TAPE), ld_i64(crew + 8 * CREW_OPS), ld_i64(crew + 8 * CREW_STEP)
-    stamps, counter = ld_i64(crew + 8 * CREW_STAMPS), crew + 8 * CREW_BARRIER
-    stamp = stamps + tid * (n_ops + 1) * 8
-    if stamps != 0:
-        st_i64(stamp, cycles())
-    for i in range(n_ops):
-        op = tape + i * OP_WORDS * 8
-        call_kernel(ld_i64(op + 8 * OP_KERNEL), op, step, tid, n_threads)
-        if stamps != 0:
-            stamp += 8
-            st_i64(stamp, cycles())
-        if ld_i64(op + 8 * OP_BARRIER) != 0:
-            barrier(counter, n_threads)
-
-
-@njit
-def tally(crew, n_threads):  # type: ignore[no-untyped-def]
+def tally(tape, n_ops, stamps, kinds, out, n_threads):  # type: ignore[no-untyped-def]
     """Add up the stamps of a step by kind of operation, and for how long each thread waited for the slowest.
 
     All threads enter an operation when the last one is done with that before it, if they meet behind that; else each
-    when it is done itself.
+    when it is done itself. ``TALLY_LAST`` is written last of all: until then it is 0 in a row that was cleared.
     """
-    tape, n_ops, stamps = ld_i64(crew + 8 * CREW_TAPE), ld_i64(crew + 8 * CREW_OPS), ld_i64(crew + 8 * CREW_STAMPS)
-    kinds, out, width = ld_i64(crew + 8 * CREW_KINDS), ld_i64(crew + 8 * CREW_TALLY), (n_ops + 1) * 8
-    for word in range(TALLY_THREADS):
-        st_i64(out + 8 * word, 0)
+    width = (n_ops + 1) * 8
+    for column in range(TALLY_COLUMNS, TALLY_THREADS):
+        st_i64(out + 8 * column, 0)
     first = ld_i64(stamps)
     met, all_met, latest, waited = first, False, first, out + 8 * TALLY_THREADS
     for thread in range(n_threads):
@@ -100,14 +80,35 @@ def tally(crew, n_threads):  # type: ignore[no-untyped-def]
                 st_i64(at, ld_i64(at) + latest - ld_i64(stamps + thread * width + 8 * (i + 1)))
             met = latest
     st_i64(out + 8 * TALLY_FIRST, first)
-    st_i64(out + 8 * TALLY_LAST, latest)
+    atomic_store(out + 8 * TALLY_LAST, latest)
+
+
+@njit
+def walk_tape(crew, tid, n_threads):  # type: ignore[no-untyped-def]
+    """Each thread stamps when it is done, before it waits for the others: who was last, and how long the rest waited,
+    follows from that. The last thread adds it up, while the first one, who is waited for, goes on."""
+    tape, n_ops, step = ld_i64(crew + 8 * CREW_TAPE), ld_i64(crew + 8 * CREW_OPS), ld_i64(crew + 8 * CREW_STEP)
+    stamps, counter = ld_i64(crew + 8 * CREW_STAMPS), crew + 8 * CREW_BARRIER
+    # Behind the last barrier these words may be those of the next task.
+    kinds, out = ld_i64(crew + 8 * CREW_KINDS), ld_i64(crew + 8 * CREW_TALLY)
+    stamp = stamps + tid * (n_ops + 1) * 8
+    if stamps != 0:
+        st_i64(stamp, cycles())
+    for i in range(n_ops):
+        op = tape + i * OP_WORDS * 8
+        call_kernel(ld_i64(op + 8 * OP_KERNEL), op, step, tid, n_threads)
+        if stamps != 0:
+            stamp += 8
+            st_i64(stamp, cycles())
+        if ld_i64(op + 8 * OP_BARRIER) != 0:
+            barrier(counter, n_threads)
+    if stamps != 0 and tid == n_threads - 1:
+        tally(tape, n_ops, stamps, kinds, out, n_threads)
 
 
 def walk(crew, tid, n_threads):  # type: ignore[no-untyped-def]
-    """Run the crew's current task and tally its stamps; the other threads ``serve``, each with its own ``tid``."""
+    """Run the crew's current task; the other threads ``serve``, each with its own ``tid``."""
     walk_tape(crew, tid, n_threads)
-    if ld_i64(crew + 8 * CREW_STAMPS) != 0:
-        tally(crew, n_threads)
 
 
 def serve(crew, tid, n_threads, seen_at, spins):  # type: ignore[no-untyped-def]
