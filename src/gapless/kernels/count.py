@@ -46,6 +46,9 @@ class OpKind(StrEnum):
     LOGITS = "logits"
 
 
+_ATTENTION = list(OpKind).index(OpKind.ATTENTION)
+
+
 @dataclass(frozen=True)
 class Work:
     """What must be done, whatever it takes. Works add.
@@ -105,7 +108,7 @@ class StepCounter:
         self._kinds = [
             (replace(spec, layers=(layer,)), replace(weights, layers=(w,)), n) for (layer, w), n in alike.items()
         ]
-        self._bases: dict[tuple[int, int], dict[OpKind, Floats]] = {}
+        self._bases: dict[tuple[int, int], Floats] = {}
         self._of_history: dict[int | None, tuple[Floats, Floats]] = {}
 
     def count(self, spans: Sequence[tuple[int, int]], n_samples: int | None = None) -> StepWork:
@@ -124,19 +127,17 @@ class StepCounter:
         Few steps differ in their tokens and samples; what history adds to that is in proportion to it.
         """
         alike, of = np.unique((steps.tokens << 32) + steps.samples, return_inverse=True)
-        without = [self._without_history(int(key) >> 32, int(key) & 0xFFFFFFFF) for key in alike]
-        found = {kind: np.stack([each[kind] for each in without], axis=1)[:, of] for kind in without[0]}
-        attention = found[OpKind.ATTENTION]
-        for window, (of_pairs, of_positions) in self._history().items():
+        without = np.stack([self._without_history(int(key) >> 32, int(key) & 0xFFFFFFFF) for key in alike], axis=2)
+        found = np.rint(without).astype(np.int64)[:, :, of]
+        attention = without[_ATTENTION][:, of]
+        for window, (of_pair, of_position) in self._history().items():
             pairs, positions = steps.seen(window)
-            attention = attention + np.outer(of_pairs, pairs) + np.outer(of_positions, positions)
-        return {
-            kind: np.rint(attention if kind is OpKind.ATTENTION else rows).astype(np.int64)
-            for kind, rows in found.items()
-        }
+            attention = attention + np.outer(of_pair, pairs) + np.outer(of_position, positions)
+        found[_ATTENTION] = np.rint(attention)
+        return dict(zip(OpKind, found, strict=True))
 
-    def _without_history(self, tokens: int, samples: int) -> dict[OpKind, Floats]:
-        """Of each kind the fields of ``Work``, if tokens saw nothing at all."""
+    def _without_history(self, tokens: int, samples: int) -> Floats:
+        """(kinds, fields of ``Work``), if tokens saw nothing at all."""
         key = tokens, samples
         if key not in self._bases:
             if len(self._bases) >= KEPT_BASES:
@@ -147,16 +148,16 @@ class StepCounter:
     def _history(self) -> dict[int | None, tuple[Floats, Floats]]:
         """What a query-key pair and a position that is read add to the fields of ``Work``, by window."""
         if not self._of_history:
-            nothing = self._fields(_Shape(0, 0, {}))[OpKind.ATTENTION]
+            nothing = self._fields(_Shape(0, 0, {}))[_ATTENTION]
             for window in {layer.attention.window for spec, _, _ in self._kinds for layer in spec.layers}:
                 pair, position = (
-                    self._fields(_Shape(0, 0, {window: seen}))[OpKind.ATTENTION] - nothing for seen in ((1, 0), (0, 1))
+                    self._fields(_Shape(0, 0, {window: seen}))[_ATTENTION] - nothing for seen in ((1, 0), (0, 1))
                 )
                 self._of_history[window] = pair, position
         return self._of_history
 
-    def _fields(self, shape: Shape) -> dict[OpKind, Floats]:
-        return {kind: np.array(self._units(sums), np.float64) for kind, sums in self._total(shape).items()}
+    def _fields(self, shape: Shape) -> Floats:
+        return np.array([self._units(sums) for sums in self._total(shape).values()], np.float64)
 
     def _total(self, shape: Shape) -> Tally:
         bare = self._tally(shape, *self._bare)
