@@ -56,7 +56,8 @@ def test_files_that_are_none_are_measured_anew() -> None:
     values = json.loads(whole)
     broken = [whole[:n] for n in range(0, len(whole) - 1, 7)]
     broken += [json.dumps(values | change) for change in (
-        {"version": 2}, {"bandwidth": []}, {"bandwidth": [[1, 0]]}, {"bandwidth": [[4, 1], [2, 1]]}, {"bandwidth": 3},
+        {"version": 1}, {"version": 3}, {"bandwidth": []}, {"bandwidth": [[1, 0]]}, {"bandwidth": [[4, 1], [2, 1]]},
+        {"bandwidth": 3},
         {"int8_ops_per_s": "fast"}, {"float_ops_per_s": -1}, {"int8_ops_per_s": float("nan")}, {"processor": None},
         {"bandwidth": [[0, 1]]},
     )]  # fmt: skip

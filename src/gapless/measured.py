@@ -13,7 +13,7 @@ from gapless.ceilings import Ceilings
 from gapless.ledger.whole import replacing
 from gapless.models.store import cache_dir
 
-VERSION = 1
+VERSION = 2  # 1 held arithmetic rates of vectors that crossed cache lines: half of what there is
 WORKING_SETS = tuple(1 << bits for bits in (20, 22, 24, 25, 26, 27, 28, 29, 31))  # from a cache's to beyond all of them
 
 
