@@ -282,6 +282,7 @@ def tiny_default(tmp_path_factory: pytest.TempPathFactory) -> str:
     target = root / "models" / model.name / Path(model.member).name
     target.parent.mkdir(parents=True)
     write_gguf(target, "smollm2", "Q4_0", scratch=tmp_path_factory.mktemp("scratch"))
+    os.truncate(target, model.size_bytes)  # else it would be fetched: a file of another size is not the model
     (root / "kernels").symlink_to(cache_dir() / "kernels", target_is_directory=True)
     return str(root)
 
