@@ -441,9 +441,32 @@ def test_a_file_is_no_different_from_itself(measured: Path, capsys: pytest.Captu
     assert main(["ledger", "diff", str(measured), str(measured)]) == 0
     out, err = capsys.readouterr()
     rows = out.splitlines()[1:]
-    assert all(row.endswith("no significant change") for row in rows)
-    assert rows[-1].startswith("in all")
+    assert all(row.endswith("no significant change") for row in rows if row)
+    in_all = next(place for place, row in enumerate(rows) if row.startswith("in all"))
+    assert rows[in_all + 1] == ""
+    assert [row[:12] for row in rows[in_all + 2 :]] == ["first token ", "later token ", "p99 of later", "max of later"]
     assert err == ""
+
+
+def test_times_that_users_feel_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The mean of all tokens is the same: one token waits and others are faster."""
+    even = with_lengths([100, 102, 98, 100], [100, 102, 98, 100], [100, 101, 99, 100])
+    uneven = with_lengths([100, 41, 41, 218], [100, 40, 40, 220], [100, 41, 40, 219])
+    write(tmp_path / "a", even)
+    write(tmp_path / "b", uneven)
+    assert main(["ledger", "diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    verdicts = {change["account"]: change["verdict"] for change in found["times"]}
+    assert verdicts["max of later"] == verdicts["p99 of later"] == "more"
+    assert verdicts["first token"] == verdicts["later token"] == "no significant change"
+
+
+def test_settings_that_differ_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    books = with_lengths([100, 90], [100, 91])
+    for name, chosen in (("a", {"depth": 1, "kv_dtype": "f16"}), ("b", {"depth": 2, "kv_dtype": "f16", "new": 1})):
+        write(tmp_path / name, replace(books, facts=replace(books.facts, settings=chosen)))
+    assert main(["ledger", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().err == "A and B differ in depth: 1 and 2\n"
 
 
 def test_what_else_differs_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

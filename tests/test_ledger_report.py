@@ -54,5 +54,22 @@ def test_a_table_of_the_largest_first() -> None:
     assert "triangle: compute binds" in "\n".join(found)
 
 
+def test_with_a_budget_the_advice_is_of_what_is_over_it() -> None:
+    """The largest account may lie within its budget, and the report must not send anybody after it."""
+    kept = books({Account.QUEUE: 3.0, Account.DELIVER: 1.0}, {})
+    rows = {"queue": {"over_seconds": -0.1}, "deliver": {"over_seconds": 0.2}}
+    rows = {name: {"budget_seconds": 1.0, "spent_seconds": 1.0, **row} for name, row in rows.items()}
+    whole = {"budget_seconds": 1.0, "spent_seconds": 1.1, "tokens_within": 0.5, "accounts": rows}
+    assert lines(kept | {"waiting_budget": whole | {"over_seconds": 0.1}})[-1].startswith(
+        "most above its budget: deliver, by 200 ms: read faster"
+    )
+    assert lines(kept | {"waiting_budget": whole | {"over_seconds": -0.1}})[-1] == "on average the budget is kept"
+
+
+def test_what_was_hidden_is_shown_apart() -> None:
+    kept = books({Account.QUEUE: 3.0}, {}) | {"hidden_seconds": {"schedule": 0.3, "prepare": 0.1}, "steps": 100}
+    assert "hidden behind the device: 4.00 ms of the host a step (75% schedule, 25% prepare)" in lines(kept)
+
+
 def test_empty_books_say_so() -> None:
     assert lines({"tokens": 0, "wall_seconds": 0.0, "accounts": {}}) == ["the books are empty: no token was delivered"]

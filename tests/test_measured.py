@@ -87,6 +87,11 @@ def test_measuring_and_using(
     assert json.loads(captured.out)["completion_tokens"] == 5
     assert "mean of 5 tokens" in captured.err
     assert "most above its floor" in captured.err
+    impossible = ("--waiting-budget", "0.0001us", "--threads", "1", "--max-tokens", "5")
+    assert main(["generate", tiny, "--prompt", "a", *impossible, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["completion_tokens"] == 5, "the answer stands"
+    assert "is less than the floors of a token" in captured.err
 
 
 def test_the_reference_keeps_no_books(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,10 @@ def test_a_sweep_for_people(tiny: str, capsys: pytest.CaptureFixture[str]) -> No
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["context", "tokens/s", "ms"]
     assert [line.split()[0] for line in lines[1:]] == ["20", "200", "+1,000"]
+    assert main(["bench", tiny, *SIZE, "--sweep", "context", "--values", "20"]) == 0
+    alone = capsys.readouterr().out.splitlines()
+    assert "weights" in alone[0], "one value has accounts, and no slope"
+    assert [line.split()[0] for line in alone[1:]] == ["20"]
 
 
 def test_slopes_are_least_squares() -> None:
@@ -76,13 +80,30 @@ def test_slopes_are_least_squares() -> None:
         (("--sweep", "batch", "--no-ledger"), "leave --no-ledger out"),
         (("--sweep", "batch", "--ledger-file", "x"), "leave --sweep out"),
         (("--sweep", "context", "--plot", "a.gif"), "svg"), (("--sweep", "size"), "size"),
-        (("--sweep", "context", "--values", "9999"), "the model has no longer context"),
+        (("--sweep", "context", "--values", "9999"), "values: context = 9999"),
     ],
 )  # fmt: skip
 def test_sweeps_that_are_none(
     tiny: str, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
 ) -> None:
     assert main(["bench", tiny, *SIZE, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--values", "1,2", "--csv", "{0}/none/x.csv"), "csv = "),
+        (("--values", "1,2", "--csv", "{0}"), "csv = "),
+        (("--values", "7,1000000"), "values: context = 1000000"),
+    ],
+)
+def test_nothing_is_measured_for_a_sweep_that_cannot_end(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("gapless.sweep.benchmark", lambda *_, **__: pytest.fail("it was measured"))
+    assert main(["bench", tiny, *SIZE, "--sweep", "context", *(o.format(tmp_path) for o in options)]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -138,7 +138,9 @@ gapless ledger export before.jsonl.gz --format chrome --output trace.json
 where Welch's 95% interval for the difference of two means, from the runs' means, does not hold 0. With fewer than two
 runs in a file no change can be told; small ones need five or more. The intervals are one by one: of twenty accounts
 that are the same, one is called changed on average. The runs of a file follow each other, so what changes on a machine
-from hour to hour is not in their spread. Files may be of different models or loads; in what they differ is noted.
+from hour to hour is not in their spread. Files may be of different models or loads; in what they
+differ, settings of the engine included, is noted. Below stand the times that users feel, each of a run: the mean
+time to the first token, the mean of later ones, their 99th percentile and the longest.
 
 ### The file
 
@@ -146,8 +148,8 @@ One JSON value a line, in UTF-8; gzip where the name ends in `.gz`. It is writte
 
 - The first line: `format` "gapless-ledger", `version` 2, `model`, `batch`, `prompt_tokens`, `output_tokens`, `runs`,
   `threads`, `isa`, `ceilings` (that floors are taken from), `gapless` (its version), `source`, `meters` (of joules),
-  `started_unix_ns` (when the times in the file begin), `accounts`, and under `token`, `step` and `host` the names of
-  the columns of those rows.
+  `started_unix_ns` (when the times in the file begin), `settings` (of the engine), `accounts`, and under `token`,
+  `step` and `host` the names of the columns of those rows.
 - `["token", ...]`: `run` from 0, `request`, `token` in its request from 0, `step` that gave it, `begin_ns` and `end_ns`
   from the first time in the file, `beside_tokens`, `spent_ns` and `floor_ns` by account, `share` of the steps (time by
   account, `flops`, `weight_bytes`, `kv_bytes`), `joules` or null. Zeros are left out.

@@ -242,7 +242,19 @@ def _facts(
         gapless=__version__,
         source=ledger.source,
         meters=() if ledger.meter is None else ledger.meter.parts,
+        settings=_settings(llm),
     )
+
+
+def _settings(llm: LLM) -> dict[str, int | str]:
+    """What else times may depend on."""
+    held = {name: getattr(llm.executor, name, None) for name in ("kv_dtype", "kv_bytes", "weights_bytes")}
+    return {
+        "max_running": llm.scheduler.max_running,
+        "max_step_tokens": llm.scheduler.max_step_tokens,
+        "depth": llm.executor.depth,
+        **{name: value for name, value in held.items() if value is not None},
+    }
 
 
 def _threads(llm: LLM) -> int:

@@ -172,6 +172,10 @@ class Scheduler:
     def max_running(self) -> int:
         return self._max_running
 
+    @property
+    def max_step_tokens(self) -> int:
+        return self._budget
+
     def abort(self, request_id: int) -> bool:
         """End a request at once; False if it is not there (any more)."""
         return self.finish(request_id, "abort")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -65,12 +66,15 @@ def slopes(over: Over, points: Sequence[dict[str, Any]]) -> dict[str, dict[str, 
 def lines(result: dict[str, Any]) -> list[str]:
     """A table: a row for each value, the accounts that ever take a hundredth of the time, and their slopes."""
     points, time = result["points"], result["time"]
-    shown = [name for name in result["slopes"] if max(_share(point, name, time) for point in points) >= 0.01]
+    names = [account.label for account in Account]
+    shown = [name for name in names if max(_share(point, name, time) for point in points) >= 0.01]
     found = [f"{result['over']:>8} {'tokens/s':>9} {'ms':>9} " + " ".join(f"{name[:10]:>10}" for name in shown)]
     for point in points:
         rate = point["prefill_tokens_per_s" if time == "ttft_seconds" else "decode_tokens_per_s"]
         parts = " ".join(f"{1e3 * _seconds(point, name, time):10.3f}" for name in shown)
         found.append(f"{point['x']:8,} {rate or 0:9,.0f} {1e3 * _total(point, time):9.3f} {parts}")
+    if not result["slopes"]:
+        return found
     per = 1 if result["over"] == "batch" else 1000
     rise = " ".join(f"{1e3 * per * result['slopes'][name]['seconds_for_one_more']:10.4f}" for name in shown)
     total = sum(slope["seconds_for_one_more"] for slope in result["slopes"].values())
@@ -101,12 +105,16 @@ def write_csv(result: dict[str, Any], path: Path) -> None:
             writer.writerow([point["x"], *rates, _total(point, result["time"]), *accounts])
 
 
+def check_plots() -> None:
+    """Raises GaplessError without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise GaplessError("plots need matplotlib", "pip install 'gapless[plot]'")
+
+
 def write_plot(result: dict[str, Any], path: Path) -> None:
-    """The accounts stacked over what is swept; SVG or PNG by the name's end. Raises GaplessError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise GaplessError("plots need matplotlib", "pip install 'gapless[plot]'") from None
+    """The accounts stacked over what is swept; SVG or PNG by the name's end."""
+    from matplotlib.figure import Figure
+
     x, time = [point["x"] for point in result["points"]], result["time"]
     names = [name for name in result["slopes"] if any(_share(p, name, time) >= 0.01 for p in result["points"])]
     figure = Figure(figsize=(8, 4.5), layout="constrained")

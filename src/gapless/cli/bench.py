@@ -147,6 +147,19 @@ def _check_sweep(
         raise click.UsageError("--sweep books every token: leave --no-ledger out", click.get_current_context())
     if plot_file is not None and not plot_file.lower().endswith((".svg", ".png")):
         raise click.UsageError(f"--plot {plot_file!r} is neither .svg nor .png", click.get_current_context())
+    _check_outputs(csv_file, plot_file)
+
+
+def _check_outputs(csv_file: str | None, plot_file: str | None) -> None:
+    """Before anything is measured: nobody should wait for what cannot be written."""
+    from gapless.ledger.whole import check_writable
+    from gapless.sweep import check_plots
+
+    if plot_file is not None:
+        check_plots()
+    for field, path in (("plot", plot_file), ("csv", csv_file)):
+        if path is not None and (not Path(path).exists() or Path(path).is_file() or Path(path).is_dir()):  # no device
+            check_writable(Path(path), field)
 
 
 def _values(text: str | None) -> list[int]:
@@ -168,6 +181,11 @@ def _sweep(
 
     room = llm.spec.context_tokens if over == "batch" else llm.scheduler.longest - output_tokens
     values = asked or [value for value in VALUES[over] if value <= room]
+    if over != "batch" and values[-1] > room:
+        raise RequestError(
+            f"values: {over} = {values[-1]} with {output_tokens} of output exceeds the context, {room + output_tokens}",
+            f"give values up to {room}{llm.scheduler.context_remedy}",
+        )
     result = sweep(
         llm, over, values, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, runs=runs,
         measure=measure, progress=note,

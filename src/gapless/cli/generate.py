@@ -69,25 +69,30 @@ def command(
     writer = None if as_json else InOrder(len(texts), sampling.n)
     with metering(wanted) as (meter, _), engine.open(model) as llm:
         asked = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
+        refused = None
         ledger = keep_books(llm, engine, bool(books) or waiting is not None, meter) if wanted else None
         outputs = llm.generate(asked, sampling, on_text=None if writer is None else writer.take, priority=priority)
         if ledger is not None:
             llm.settle()
-            _show_books(ledger, waiting)
+            refused = _show_books(ledger, waiting)
     if as_json:
         objects = [_object(number, output, c) for number, output in enumerate(outputs) for c in output.outputs]
         write_json(objects[0] if len(objects) == 1 else objects)
+    if refused is not None:
+        note(f"error: {refused.problem}; {refused.remedy}")
+        click.get_current_context().exit(2)
 
 
-def _show_books(ledger: Ledger, budget: WaitingBudget | None) -> None:
-    """On standard error; the answer stands, whatever is wrong with the budget."""
+def _show_books(ledger: Ledger, budget: WaitingBudget | None) -> RequestError | None:
+    """On standard error; the answer stands, whatever is wrong with the budget: that is given back."""
     from gapless.ledger.report import summary
 
     try:
         note_books(summary(ledger, budget), n_worst=N_WORST)
     except RequestError as problem:
         note_books(summary(ledger), n_worst=N_WORST)
-        note(f"{problem.problem}; {problem.remedy}")
+        return problem
+    return None
 
 
 class InOrder:

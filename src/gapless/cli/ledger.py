@@ -85,17 +85,18 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
     A change is significant where Welch's 95% interval, from the means of the runs in each file, holds no 0; each
     file needs two runs or more. Of twenty accounts that are the same, one is then called changed on average.
     """
-    from gapless.ledger.compare import changes, differences
+    from gapless.ledger.compare import changes, differences, time_changes
     from gapless.ledger.file import read
 
     first, second = read(a), read(b)
-    found, other = changes(first, second), differences(first.facts, second.facts)
+    found, times = changes(first, second), time_changes(first, second)
+    other = differences(first.facts, second.facts)
     for name, (of_a, of_b) in other.items():
         note(printable(f"A and B differ in {name.replace('_', ' ')}: {of_a} and {of_b}"))
     if as_json:
-        write_json({"a": first.facts, "b": second.facts, "differences": other, "accounts": found})
+        write_json({"a": first.facts, "b": second.facts, "differences": other, "accounts": found, "times": times})
         return
-    for text in _table(found):
+    for text in (*_table(found), "", *map(_row, times)):
         write(text)
 
 

@@ -70,6 +70,7 @@ class CpuExecutor:
     ) -> None:
         target = select(isa)
         self.isa = target.name
+        self.kv_dtype = kv_dtype
         self.n_threads = allowed_cores() if threads is None else threads
         self._depth = 1 if depth is None else depth
         # One slot more than requests may hold, for scoring a text of its own.

@@ -64,7 +64,8 @@ ACCOUNTS: dict[Account, AccountInfo] = {
     ),
     Account.NEIGHBOURS: AccountInfo(
         "steps, and the part of its own steps, that served other requests' prompts", NO_FLOOR,
-        "lower --max-step-tokens: prompts are then read in smaller pieces between the tokens of others", 30,
+        "lower --max-step-tokens: smaller pieces of prompts between tokens, so the longest waits are shorter, and more",
+        30,
     ),
     Account.SCHEDULE: AccountInfo(
         "the device waited while the host planned a step or took the results of one", NO_FLOOR,
@@ -113,7 +114,8 @@ ACCOUNTS: dict[Account, AccountInfo] = {
         "fewer stop strings; more machines for many streams", 3,
     ),
     Account.DELIVER: AccountInfo(
-        "the token was ready and its reader had not taken it", NO_FLOOR, "read faster: the client holds itself up", 5,
+        "the token was ready and its reader had not taken it", NO_FLOOR,
+        "read faster: what takes the tokens (a client, a terminal, a disk) holds itself up", 5,
     ),
     Account.UNACCOUNTED: AccountInfo("what no other account explains: the balancing entry", NO_FLOOR, "report it", 0),
 }  # fmt: skip

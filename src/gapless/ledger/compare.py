@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -58,6 +58,34 @@ def changes(a: Recorded, b: Recorded) -> list[Change]:
     return [_change(name, runs_a[:, at], runs_b[:, at], few) for at, name in enumerate(names)]
 
 
+def time_changes(a: Recorded, b: Recorded) -> list[Change]:
+    """Of the times that users feel, each of a run: an account's mean may stay while they move."""
+    few = _too_few(len(np.unique(a.run)), len(np.unique(b.run)))
+    found = []
+    for name, figure in _TIMES.items():
+        of_a, of_b = (_run_times(recorded, figure) for recorded in (a, b))
+        if len(of_a) and len(of_b):
+            found.append(_change(name, of_a, of_b, few or _too_few(len(of_a), len(of_b))))
+    return found
+
+
+# Of the tokens of a run their times, and whether each is the first of its request.
+_TIMES: dict[str, Callable[[Floats, npt.NDArray[np.bool_]], Floats]] = {
+    "first token": lambda times, first: times[first].mean(keepdims=True) if first.any() else times[:0],
+    "later token": lambda times, first: times[~first].mean(keepdims=True) if not first.all() else times[:0],
+    "p99 of later": lambda times, first: np.quantile(times[~first], [0.99]) if not first.all() else times[:0],
+    "max of later": lambda times, first: times[~first].max(keepdims=True) if not first.all() else times[:0],
+}
+
+
+def _run_times(recorded: Recorded, figure: Callable[[Floats, npt.NDArray[np.bool_]], Floats]) -> Floats:
+    """A figure of each run that has it."""
+    i = recorded.intervals
+    seconds, first = (i.end - i.begin) / 1e9, i.token == 0
+    runs = [recorded.run == run for run in np.unique(recorded.run)]
+    return np.concatenate([np.zeros(0), *(figure(seconds[run], first[run]) for run in runs)])
+
+
 def _run_means(recorded: Recorded) -> Floats:
     """(runs with tokens, accounts and their sum): seconds for a token, the mean over the run's."""
     spent = recorded.intervals.spent
@@ -84,8 +112,9 @@ def _change(name: str, a: Floats, b: Floats, few: str) -> Change:
 
 def differences(a: Facts, b: Facts) -> dict[str, tuple[Any, Any]]:
     """Facts in which the two differ beside how fast the machine was: what else may be why times changed."""
-    names = [f.name for f in fields(Facts) if f.name not in ("runs", "ceilings", "started_unix_ns")]
-    pairs = {name: (getattr(a, name), getattr(b, name)) for name in names}
+    names = [f.name for f in fields(Facts) if f.name not in ("runs", "ceilings", "started_unix_ns", "settings")]
+    pairs: dict[str, tuple[Any, Any]] = {name: (getattr(a, name), getattr(b, name)) for name in names}
+    pairs |= {name: (a.settings[name], b.settings[name]) for name in a.settings if name in b.settings}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -14,7 +14,7 @@ import math
 import stat
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -58,6 +58,7 @@ class Facts:
         source: of the times.
         meters: what measured joules, if anything did.
         started_unix_ns: the time at which the times in the file begin.
+        settings: of the engine, by name.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Facts:
     source: Source
     meters: tuple[str, ...] = ()
     started_unix_ns: int = 0
+    settings: Mapping[str, int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -427,6 +429,9 @@ def _facts_of(header: dict[str, Any]) -> Facts:
         raise _Wrong(f"meters = {_shown(meters)} is no list of names")
     started = _whole(header.get("started_unix_ns"), "started_unix_ns", 1 << 63)
     numbers = {name: _whole(header.get(name), name) for name in names}
+    settings = header.get("settings", {})
+    if not isinstance(settings, dict) or not all(type(x) is int or _is_text(x) for x in settings.values()):
+        raise _Wrong(f"settings = {_shown(settings)} is no object of texts and whole numbers")
     given = header.get("ceilings")
     if not isinstance(given, dict):
         raise _Wrong(f"ceilings = {_shown(given)} is no object")
@@ -438,6 +443,7 @@ def _facts_of(header: dict[str, Any]) -> Facts:
         source=Source(source),
         meters=tuple(meters),
         started_unix_ns=started,
+        settings=settings,
     )
 
 

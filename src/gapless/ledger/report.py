@@ -128,6 +128,7 @@ def lines(books: Summary, paint: Paint = plain, n_worst: int = 0) -> list[str]:
         *_table(books, order),
         _bar(books, order, paint),
         _triangle_line(books),
+        *_hidden_lines(books),
         *stability_lines(books["token_times"]),
         *_worst_lines(books["worst"][:n_worst]),
         *_energy_lines(books),
@@ -138,7 +139,8 @@ def lines(books: Summary, paint: Paint = plain, n_worst: int = 0) -> list[str]:
 
 def _table(books: Summary, order: list[str]) -> list[str]:
     wall, tokens, accounts = books["wall_seconds"], books["tokens"], books["accounts"]
-    found = [f"{'account':12} {'a token':>10} {'floor':>10} {'share':>6}   mean of {format_count(tokens, 'token')}"]
+    of = f"mean of {format_count(tokens, 'token')}, first ones included"
+    found = [f"{'account':12} {'a token':>10} {'floor':>10} {'share':>6}   {of}"]
     for name in order:
         spent, floor = accounts[name]["seconds"], accounts[name]["floor_seconds"]
         if spent >= LEAST_SHARE * wall:
@@ -149,8 +151,24 @@ def _table(books: Summary, order: list[str]) -> list[str]:
     return [*found, f"{'in all':12} {1e3 * wall / tokens:7.3f} ms {1e3 * floor / tokens:7.3f} ms   {waited}"]
 
 
+def _hidden_lines(books: Summary) -> list[str]:
+    hidden = books.get("hidden_seconds")
+    if not hidden:
+        return []
+    of = _of(hidden)
+    return [f"hidden behind the device: {_time(sum(hidden.values()) / books['steps'])} of the host a step{of}"]
+
+
 def _advice(books: Summary) -> str:
+    """What to turn first: of a budget what is most above it, else what is most above its floor."""
     accounts = books["accounts"]
+    if "waiting_budget" in books:
+        rows = books["waiting_budget"]["accounts"]
+        cause = max(rows, key=lambda name: float(rows[name]["over_seconds"]))
+        over = rows[cause]["over_seconds"]
+        if books["waiting_budget"]["over_seconds"] <= 0:
+            return "on average the budget is kept"
+        return f"most above its budget: {cause}, by {_time(over)}: {_knob(cause)}"
     cause = max(accounts, key=lambda name: float(accounts[name]["seconds"] - accounts[name]["floor_seconds"]))
     over = (accounts[cause]["seconds"] - accounts[cause]["floor_seconds"]) / books["wall_seconds"]
     return f"most above its floor: {cause}, by {over:.0%}: {_knob(cause)}"
